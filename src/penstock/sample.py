@@ -1,0 +1,135 @@
+"""Sample and Group: the words that every room shares.
+
+A sample has one identity for life, `SampleId(batch, prompt, replica)`. Its tokens, their log-probabilities and
+the weight version of each are columns: one flat buffer for each field, never a list of small objects. This module
+needs neither numpy nor torch, so that the reward and rollout rooms stay light; a column is `array.array` and
+speaks the buffer protocol (`numpy.frombuffer` and `torch.frombuffer` read it without copying).
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+__all__ = [
+    "Finish",
+    "Group",
+    "Prompt",
+    "Sample",
+    "SampleId",
+    "Score",
+    "Unscored",
+    "VersionSpan",
+    "sample_seed",
+]
+
+
+class SampleId(NamedTuple):
+    """Who a sample is, wherever it runs: its batch (a step of the run), prompt index and replica index."""
+
+    batch: str
+    prompt: int
+    replica: int
+
+    def __str__(self) -> str:
+        return f"{self.batch}/{self.prompt}.{self.replica}"
+
+
+class VersionSpan(NamedTuple):
+    """Output tokens `start` to `end` (exclusive) were drawn with weight version `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Finish(enum.IntEnum):
+    """Why a sample's generation ended. The numbers are part of the wire format."""
+
+    RUNNING = 0
+    STOP = 1
+    """A stop id was drawn; it is the last token."""
+    LENGTH = 2
+    """`max_new_tokens` or the context was reached."""
+    ABORTED = 3
+    """Stopped by request; the sample is unfinished and may go on elsewhere."""
+    FAILED = 4
+    """The engine can't generate it; a cause is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward: `value` is what training uses, `parts` what people look at."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Unscored:
+    """A reward that is missing, with its cause. Never counts as zero."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question: its text as the model sees it, its token ids, and the row it came from."""
+
+    index: int
+    """Position in its data set; the prompt part of `SampleId`."""
+    text: str
+    token_ids: Sequence[int]
+    row: Mapping[str, Any]
+    """All fields of the source row (`answer`, `metadata`, ...), for the reward function."""
+    source: str
+    """Where the row came from, as `file:line` or `task[index]`."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """One finished answer to one prompt.
+
+    `token_ids` is an int32 column of T output tokens (a final stop id included), `logprobs` a float32 column
+    of the same length: log-probability of each token under the distribution it was drawn from before
+    temperature and truncation (the model's own, temperature 1).
+    """
+
+    id: SampleId
+    prompt: Prompt
+    token_ids: array[int]
+    logprobs: array[float]
+    version_spans: tuple[VersionSpan, ...]
+    finish: Finish
+    response: str = ""
+    """The output decoded to text, without special tokens."""
+    score: Score | Unscored | None = None
+
+    @property
+    def row(self) -> Mapping[str, Any]:
+        return self.prompt.row
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish is Finish.LENGTH
+
+
+@dataclass(slots=True)
+class Group:
+    """All finished samples of one prompt. `missing` counts replicas that failed, by cause."""
+
+    batch: str
+    prompt: Prompt
+    samples: list[Sample]
+    missing: dict[str, int] = field(default_factory=dict)
+
+
+def sample_seed(run_seed: int, sample: SampleId) -> int:
+    """The 64-bit key of a sample's random numbers: the same wherever and with whomever it runs."""
+    message = struct.pack("<qqq", run_seed, sample.prompt, sample.replica) + sample.batch.encode()
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little")
