@@ -1,0 +1,314 @@
+"""What a run is, as strict models: one field, one meaning, with its unit in the name and its help below it.
+
+Unknown keys are refused. `config.load` layers TOML files and `--a.b=c` overrides and turns validation errors into
+messages that name the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True, validate_default=True)
+
+
+class SourceConfig(_Section):
+    """One source of prompts."""
+
+    kind: Literal["jsonl", "parquet", "hf", "reasoning_gym"]
+    """`jsonl` and `parquet` files, a Hugging Face data set saved on disk (`hf`), or a task of reasoning-gym."""
+    path: str = ""
+    """File or folder; for `reasoning_gym` the task's name."""
+    prompt_field: str = "prompt"
+    """Field of a row that holds the question: text, or a list of chat messages. (`question` for reasoning-gym.)"""
+    size: int | None = Field(default=None, ge=1)
+    """Take at most this many rows. reasoning-gym tasks need it."""
+    seed: int = Field(default=0, ge=0)
+    """First item seed of a reasoning-gym task: item i uses seed + i, so keep ranges of two sources far apart."""
+    options: dict[str, str | int | float | bool | list[int] | list[float] | list[str]] = {}
+    """Options of a reasoning-gym task."""
+
+
+class DataConfig(_Section):
+    train: list[SourceConfig] = Field(min_length=1)
+    eval: list[SourceConfig] = []
+    system_prompt: str = ""
+    """Put before each question where the tokenizer has a chat template."""
+    chat_template: Literal["auto", "never", "require"] = "auto"
+    """`auto` uses the tokenizer's chat template where it has one."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Longer prompts are refused or skipped, as `overlong_prompts` says."""
+    overlong_prompts: Literal["error", "skip"] = "error"
+    """Skipped prompts are counted and reported."""
+    shuffle: bool = True
+    """Draw training prompts in a seeded order that changes each epoch."""
+
+
+class WarmStartConfig(_Section):
+    """Makes a small model on this machine and teaches it a first, faulty version of the task."""
+
+    recipe: str = ""
+    """Import path (`package.module:function`) of a recipe; empty for none."""
+    hidden_size: int = Field(default=128, ge=8)
+    layers: int = Field(default=4, ge=1)
+    heads: int = Field(default=4, ge=1)
+    intermediate_size: int = Field(default=352, ge=8)
+    steps: int = Field(default=250, ge=1)
+    """Supervised steps."""
+    batch_size: int = Field(default=128, ge=1)
+    """Examples in a supervised step."""
+    lr: float = Field(default=3e-3, gt=0)
+    """Peak, after `warmup_steps`; falls to 0 along a cosine."""
+    warmup_steps: int = Field(default=50, ge=0)
+    seed: int = Field(default=0, ge=0)
+    cache_dir: str = ".cache/models"
+    """Models made once are kept here, under the hash of everything that went into them."""
+
+
+class ModelConfig(_Section):
+    path: str = ""
+    """A Hugging Face model folder with its tokenizer. Empty: made by `warm_start`."""
+    warm_start: WarmStartConfig = WarmStartConfig()
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights that engines get and of the arithmetic of the passes. What is trained and kept in checkpoints is
+    always float32: most steps are smaller than bfloat16 can hold."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelConfig:
+        if bool(self.path) == bool(self.warm_start.recipe):
+            raise ValueError(
+                "give either model.path or model.warm_start.recipe, and not both; "
+                "--model.warm_start.recipe= leaves out the recipe of a layer below"
+            )
+        return self
+
+
+class SamplingConfig(_Section):
+    max_new_tokens: int = Field(default=256, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    """0 is off."""
+    stop_token_ids: list[int] = []
+    """Besides the tokenizer's end-of-sequence token."""
+
+
+class EngineConfig(_Section):
+    """The engines that `penstock train` starts on this machine."""
+
+    count: int = Field(default=1, ge=0)
+    """0: only machines that join from outside."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, or `auto`."""
+    max_running: int = Field(default=64, ge=1)
+    """Most sequences decoded at once by one engine."""
+    max_context_tokens: int = Field(default=2048, ge=2)
+    kv_cache_mib: int = Field(default=1024, ge=1)
+    """Bound on the KV cache of one engine; `max_running` is lowered to fit it."""
+    frame_steps: int = Field(default=8, ge=1)
+    """Decode steps gathered in one token frame: what losing a machine can cost in tokens for each sample."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of one engine."""
+    restarts: int = Field(default=3, ge=0)
+    """Engines of this machine that die by accident are replaced so often in a run, each time after a longer wait."""
+    tokens_per_s: float = Field(default=0, ge=0)
+    """Above 0: the engine is paced to this rate, as a remote machine would be (for tests and benchmarks)."""
+
+
+class RolloutConfig(_Section):
+    prompts_per_step: int = Field(default=32, ge=1)
+    samples_per_prompt: int = Field(default=8, ge=1)
+    sampling: SamplingConfig = SamplingConfig()
+    eval_sampling: SamplingConfig | None = None
+    """For evaluation; by default greedy with the same token limit."""
+    engines: EngineConfig = EngineConfig()
+    max_pending_per_instance: int = Field(default=16, ge=1)
+    """Samples sent to an instance beyond what it can run at once; the rest wait at the manager."""
+    deadline_s: float = Field(default=600, gt=0)
+    """A step that makes no progress for so long ends in an error with the cause."""
+    heartbeat_s: float = Field(default=2.0, gt=0)
+    """An instance silent for three heartbeats is given up for dead."""
+    load_deadline_s: float = Field(default=120, gt=0)
+    """An instance that takes longer to load a weight version is given up for dead."""
+
+
+class ManagerConfig(_Section):
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 to let other machines join."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 takes a free port."""
+    token_env: str = "PENSTOCK_TOKEN"
+    """Environment variable with the shared token; a random one is made where it is not set."""
+    max_frame_mib: int = Field(default=64, ge=1, le=1024)
+
+
+class WeightsConfig(_Section):
+    host: str = "127.0.0.1"
+    """Address that the weight store listens on."""
+    port: int = Field(default=0, ge=0, le=65535)
+    advertise: str = ""
+    """Host name that agents reach the store by; by default `host`."""
+    chunk_mib: float = Field(default=4.0, gt=0)
+    connections: int = Field(default=2, ge=1)
+    """TCP connections of one agent's pull."""
+    keep_versions: int = Field(default=2, ge=1)
+    """Versions held in host memory."""
+
+
+class RewardConfig(_Section):
+    function: str = "penstock.reward.verifiers:reasoning_gym_exact"
+    """Import path (`package.module:function`) of `f(sample) -> float | Score`, sync or async."""
+    eval_function: str = ""
+    """Scores the held-out answers, in the same form; by default `function`. Accuracy is the share of 1 or more."""
+    mode: Literal["inline", "process"] = "inline"
+    """`process`: in worker processes that are killed at `timeout_s`, for verifiers that may hang."""
+    processes: int = Field(default=2, ge=1)
+    timeout_s: float = Field(default=30.0, gt=0)
+    """For one sample; then it is unscored."""
+    load_timeout_s: float = Field(default=120.0, gt=0)
+    """For importing the reward function, before the run starts."""
+    concurrency: int = Field(default=256, ge=1)
+    """Async reward calls in flight."""
+    unscored: Literal["drop_group", "drop_sample"] = "drop_group"
+    """What becomes of a group with an unscored member. Never zero."""
+
+
+class TrainConfig(_Section):
+    steps: int = Field(default=100, ge=1)
+    lr: float = Field(default=1e-6, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: float = Field(default=0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    mini_batches_per_step: int = Field(default=1, ge=1)
+    """Optimizer steps in a step; prompts_per_step must be divisible by it."""
+    tokens_per_micro_batch: int = Field(default=16384, ge=1)
+    """Most padded tokens (prompt and output) in one forward and backward pass."""
+    min_samples_per_micro_batch: int = Field(default=64, ge=1)
+    """A micro-batch is formed once so many samples of complete groups are ready; the step's rest is taken whole."""
+    streaming: bool = True
+    """Train on complete groups while other rollouts still run; false waits for all rollouts first."""
+    advantage: str = "grpo"
+    """Advantage estimator: grpo, dr_grpo, rloo, or the import path (`package.module:function`) of your own."""
+    skip_groups_without_signal: bool = True
+    """Leave groups whose advantages are all 0 (rewards all equal) out of the passes and out of the mini-batch's
+    denominator, so that the mean is over what can be learnt from; metrics count them all the same. Ignored where
+    kl_coef or entropy_coef is above 0, which learn from every group: then all are in the passes and the denominator."""
+    loss: str = "ppo_clip"
+    """Policy loss: ppo_clip, or the import path (`package.module:function`) of your own."""
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    clip_high: float = Field(default=0.2, ge=0)
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
+    ] = "token-mean"
+    """Over the mini-batch; exact however it is split into micro-batches."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """KL to the reference (the model at the run's start), in the loss."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    entropy_coef: float = Field(default=0.0, ge=0)
+    old_logprobs: Literal["auto", "rollout", "recompute"] = "auto"
+    """Denominator of the ratio: the engine's own log-probabilities (`rollout`: only at temperature 1, which they are
+    of), or those of the step's first weights (`recompute`). `auto` takes the engine's where they can be used."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, or `auto`."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of the trainer; 0 leaves PyTorch's choice."""
+    eval_every: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0 evaluates before the first and after the last step only."""
+    checkpoint_every: int = Field(default=50, ge=0)
+    """Steps between checkpoints; 0 writes only the last, and a run that breaks off can then not go on."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+
+
+class DrillConfig(_Section):
+    """A rehearsed accident: kills an engine during the run and starts another later."""
+
+    kill_at: float | None = Field(default=None, gt=0, lt=1)
+    """Share of the run's steps after which one engine gets SIGKILL in mid-generation."""
+    restart_at: float | None = Field(default=None, gt=0, lt=1)
+    """Share of the run's steps after which another engine is started; without `kill_at` there is nothing to replace."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> DrillConfig:
+        if self.restart_at is not None and self.kill_at is not None and self.restart_at <= self.kill_at:
+            raise ValueError("drill.restart_at must come after drill.kill_at")
+        return self
+
+
+class ObserveConfig(_Section):
+    view: Literal["auto", "live", "lines", "none"] = "auto"
+    """`live` redraws the terminal, `lines` prints a line a step; `auto` takes `live` on a terminal."""
+    tensorboard: bool = False
+    samples_every: int = Field(default=10, ge=0)
+    """Steps between those of which a few samples are kept in samples.jsonl, to be read by people; 0 keeps none."""
+    samples_per_step: int = Field(default=4, ge=0)
+    """Samples kept of such a step, and of each evaluation; 0 keeps none."""
+
+
+class RunConfig(_Section):
+    """A run of `penstock train`."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Letters, digits and any of `._-`."""
+    output_dir: str = "runs"
+    """The run's folder is made here as `<name>-<number>`."""
+    seed: int = Field(default=0, ge=0)
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    manager: ManagerConfig = ManagerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    reward: RewardConfig = RewardConfig()
+    train: TrainConfig = TrainConfig()
+    observe: ObserveConfig = ObserveConfig()
+    drill: DrillConfig = DrillConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> RunConfig:
+        if self.rollout.prompts_per_step % self.train.mini_batches_per_step:
+            raise ValueError(
+                f"rollout.prompts_per_step={self.rollout.prompts_per_step} is not divisible by "
+                f"train.mini_batches_per_step={self.train.mini_batches_per_step}"
+            )
+        longest = self.data.max_prompt_tokens + self.rollout.sampling.max_new_tokens
+        if longest > self.rollout.engines.max_context_tokens:
+            raise ValueError(
+                f"data.max_prompt_tokens + rollout.sampling.max_new_tokens = {longest} is over "
+                f"rollout.engines.max_context_tokens={self.rollout.engines.max_context_tokens}"
+            )
+        temperature = self.rollout.sampling.temperature
+        if temperature == 0:
+            raise ValueError(
+                "rollout.sampling.temperature=0: greedy answers to one prompt are all the same and teach nothing; "
+                "must be above 0 (1 is usual; evaluation has rollout.eval_sampling)"
+            )
+        if temperature != 1 and self.train.old_logprobs == "rollout":
+            raise ValueError(old_logprobs_refusal(temperature))
+        evaluation = self.rollout.eval_sampling
+        if evaluation is not None:
+            needed = self.data.max_prompt_tokens + evaluation.max_new_tokens
+            if needed > self.rollout.engines.max_context_tokens:
+                raise ValueError(
+                    f"data.max_prompt_tokens + rollout.eval_sampling.max_new_tokens = {needed} is over "
+                    f"rollout.engines.max_context_tokens={self.rollout.engines.max_context_tokens}"
+                )
+        if longest > self.train.tokens_per_micro_batch:
+            raise ValueError(
+                f"train.tokens_per_micro_batch={self.train.tokens_per_micro_batch} is below the longest "
+                f"sample of {longest} tokens (data.max_prompt_tokens + rollout.sampling.max_new_tokens)"
+            )
+        return self
+
+
+def old_logprobs_refusal(temperature: float) -> str:
+    """Why the engine's log-probabilities can't be the ratio's denominator at this temperature."""
+    return (
+        f'train.old_logprobs="rollout" can\'t be used with rollout.sampling.temperature={temperature:g}: engines '
+        "report log-probabilities at temperature 1, and the ratio needs those of the distribution that tokens were "
+        'drawn from; use "auto" or "recompute"'
+    )
