@@ -1,0 +1,199 @@
+"""Typed events: what happened in a run, in the order it was noticed.
+
+`events.jsonl`, the live view, the metrics and (later) the simulator's fitting read the same structs. `ts` is
+seconds since the epoch at the place that noticed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class _Event(msgspec.Struct, kw_only=True, tag_field="event"):
+    ts: float
+
+
+class RunStarted(_Event, tag="run_started"):
+    run: str
+    version: str
+    """Of Penstock."""
+    config: dict[str, Any]
+
+
+class RunFinished(_Event, tag="run_finished"):
+    wall_s: float
+    outcome: str
+    """"done", "interrupted", or the error."""
+
+
+class StepStarted(_Event, tag="step_started"):
+    step: int
+    weight_version: int
+    prompts: int
+    samples: int
+
+
+class StepFinished(_Event, tag="step_finished"):
+    step: int
+    metrics: dict[str, float]
+
+
+class Evaluated(_Event, tag="evaluated"):
+    step: int
+    weight_version: int
+    accuracy: float
+    questions: int
+    wall_s: float
+
+
+class InstanceChanged(_Event, tag="instance_changed"):
+    """One transition of an instance's life."""
+
+    instance: str
+    name: str
+    before: str
+    after: str
+    cause: str
+    tokens_accepted: int = 0
+
+
+class SamplesMoved(_Event, tag="samples_moved"):
+    """Samples taken from one instance to be continued from their last token."""
+
+    instance: str
+    samples: int
+    tokens_kept: int
+    cause: str
+
+
+class SampleFailed(_Event, tag="sample_failed"):
+    sample: str
+    cause: str
+
+
+class FrameRefused(_Event, tag="frame_refused"):
+    peer: str
+    cause: str
+
+
+class RowsRefused(_Event, tag="rows_refused"):
+    """Rows of token frames that no longer have a lease (late frames of a machine given up for dead), counted."""
+
+    instance: str
+    rows: int
+    cause: str
+
+
+class BatchSubmitted(_Event, tag="batch_submitted"):
+    batch: str
+    version: int
+    samples: int
+
+
+class BatchEnded(_Event, tag="batch_ended"):
+    batch: str
+    samples: int
+    failed: int
+    tokens: int
+    cause: str = ""
+
+
+class WaitingForInstances(_Event, tag="waiting_for_instances"):
+    waiting_for: str
+    samples: int
+
+
+class WaitingOver(_Event, tag="waiting_over"):
+    waited_s: float
+
+
+class WeightsPublished(_Event, tag="weights_published"):
+    version: int
+    nbytes: int
+    wall_s: float
+
+
+class WeightsLoaded(_Event, tag="weights_loaded"):
+    instance: str
+    version: int
+    nbytes: int
+    wall_s: float
+
+
+class WeightsFailed(_Event, tag="weights_failed"):
+    instance: str
+    version: int
+    cause: str
+
+
+class EngineStarted(_Event, tag="engine_started"):
+    name: str
+    pid: int
+    cause: str
+
+
+class EngineExited(_Event, tag="engine_exited"):
+    name: str
+    pid: int
+    exit_code: int
+    cause: str
+    tokens_drawn: int | None = None
+    """Output tokens that it drew in its life, exact even after SIGKILL; None where it kept no count."""
+
+
+class Unscorable(_Event, tag="unscored"):
+    """Samples of a step without a score, by cause; and what became of their groups."""
+
+    step: int
+    causes: dict[str, int]
+    groups_dropped: int
+
+
+class CheckpointSaved(_Event, tag="checkpoint_saved"):
+    step: int
+    path: str
+    nbytes: int
+    wall_s: float
+
+
+class Noted(_Event, tag="note"):
+    """Something a person wants to know and nothing is computed from."""
+
+    message: str
+
+
+class Warned(_Event, tag="warning"):
+    where: str
+    message: str
+
+
+Event = (
+    RunStarted
+    | RunFinished
+    | StepStarted
+    | StepFinished
+    | Evaluated
+    | InstanceChanged
+    | SamplesMoved
+    | SampleFailed
+    | FrameRefused
+    | RowsRefused
+    | BatchSubmitted
+    | BatchEnded
+    | WaitingForInstances
+    | WaitingOver
+    | WeightsPublished
+    | WeightsLoaded
+    | WeightsFailed
+    | EngineStarted
+    | EngineExited
+    | Unscorable
+    | CheckpointSaved
+    | Noted
+    | Warned
+)
+
+encode_event = msgspec.msgpack.Encoder().encode
+decode_event = msgspec.msgpack.Decoder(Event).decode
