@@ -1,0 +1,486 @@
+"""The agent: joins one engine to a manager over one WebSocket that it dials itself.
+
+The edge only: which leases are live is in `leases`, when to come back and when an engine is stuck in `liveness`, how
+weights are fetched in `penstock.weights`. A lost connection loses nothing but time: the manager has every token that
+was sent and gives the samples to others, and this agent comes back as another instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import socket
+import time
+from collections.abc import Coroutine
+from typing import Any, Protocol, runtime_checkable
+
+import aiohttp
+
+from penstock.errors import AuthError, EngineError, FrameTooLarge, PenstockError, ProtocolMismatch, WireError
+from penstock.instance.engine import Engine
+from penstock.instance.leases import CAUSE_CHARACTERS, Leases
+from penstock.instance.liveness import Reconnect, StallWatch
+from penstock.weights.manifest import StagedWeights
+from penstock.weights.puller import DEFAULT_MAX_BYTES, pull
+from penstock.wire import (
+    MAX_FRAME_BYTES,
+    MIN_FRAME_BYTES,
+    PROTOCOL,
+    AgentHello,
+    Drain,
+    FrameFromManager,
+    FrameToManager,
+    Goodbye,
+    Heartbeat,
+    LoadFailed,
+    LoadWeights,
+    StartFrame,
+    StopFrame,
+    VersionReady,
+    Welcome,
+    decode_from_manager,
+    encode,
+)
+from penstock.wire.codec import PROTOCOL_HEADER
+
+CONNECT_S = 10.0
+WELCOME_S = 10.0
+SEND_S = 20.0
+"""A manager that takes no frame for so long has lost this agent."""
+PING_S = 20.0
+"""Seconds between pings; a manager that does not answer one within half of it is gone."""
+FLUSH_S = 2.0
+SETTLE_S = 0.02
+"""While leaving: the engine's deltas count as taken once none came for so long after its flush."""
+CLOSE_S = 1.0
+
+log = logging.getLogger("penstock.agent")
+
+
+@runtime_checkable
+class FitsContext(Protocol):
+    """An engine that can be told, before its first weights, what context the run wants."""
+
+    def fit_context(self, max_context_tokens: int) -> None: ...
+
+
+@runtime_checkable
+class FramesBySteps(Protocol):
+    """An engine that can be told how many decode steps to gather in one delta."""
+
+    frame_steps: int
+
+
+class Agent:
+    """Runs `engine` for the manager at `manager_url` until it is drained or can't go on.
+
+    `connections` is the number of TCP connections of one weight pull, `load_deadline_s` its deadline. A lost manager
+    is dialled again for `reconnect_s` seconds. An engine that has work and makes no progress for `stall_s` is given up.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        manager_url: str,
+        token: str,
+        name: str,
+        *,
+        connections: int = 2,
+        load_deadline_s: float = 120.0,
+        reconnect_s: float = 60.0,
+        stall_s: float = 60.0,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        max_weight_bytes: int = DEFAULT_MAX_BYTES,
+    ) -> None:
+        self._engine = engine
+        self._url = agent_url(manager_url)
+        self._token = token
+        self._name = name
+        self._connections = connections
+        self._load_deadline_s = load_deadline_s
+        self._reconnect_s = reconnect_s
+        self._stall_s = stall_s
+        self._max_frame_bytes = max_frame_bytes
+        self._max_weight_bytes = max_weight_bytes
+        self._frame_limit = max_frame_bytes
+        """Bytes of one frame in this session, either way."""
+        self._leases = Leases()
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._sending = asyncio.Lock()
+        self._leaving = asyncio.Event()
+        self._leave_cause = ""
+        self._wanted: LoadWeights | None = None
+        self._wanted_changed = asyncio.Event()
+        self._pulling: asyncio.Task[StagedWeights] | None = None
+        self._swap: asyncio.Task[None] | None = None
+        self._loading = False
+        self._deltas_taken = 0
+        self._deltas_sent = 0
+        self.instance = ""
+        """The name that the manager gave this agent in its present or last session."""
+        self.sessions = 0
+        self.bad_frames = 0
+        self.superseded_pulls = 0
+
+    def drain(self, cause: str) -> None:
+        """Leaves in good order: no more work, everything sent, goodbye. `run` returns within a few seconds."""
+        if not self._leaving.is_set():
+            self._leave_cause = cause
+            self._leaving.set()
+
+    async def run(self) -> None:
+        """Returns once drained. Raises AuthError, ProtocolMismatch, EngineError, or PenstockError on giving up."""
+        sessions = asyncio.create_task(self._sessions(), name="agent-sessions")
+        pump = asyncio.create_task(self._pump(), name="agent-deltas")
+        leaving = asyncio.create_task(self._leaving.wait(), name="agent-leaving")
+        tasks = (sessions, pump, leaving)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                await self._engine_failed(pump.exception())
+            elif leaving.done():
+                await self._leave(pump)
+            else:
+                sessions.result()  # Sessions end only by an error.
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- sessions
+
+    async def _sessions(self) -> None:
+        """One session after the other, until coming back makes no sense."""
+        reconnect = Reconnect(self._reconnect_s, time.monotonic())
+        async with aiohttp.ClientSession() as http:
+            while True:
+                cause = await self._session(http, reconnect)
+                if self._leaving.is_set():
+                    return
+                pause_s = reconnect.lost(time.monotonic(), random.uniform(0.5, 1.0))
+                if pause_s is None:
+                    raise PenstockError(
+                        f"no manager at {self._url} for {self._reconnect_s:g} s ({cause}); "
+                        "check the address given as --manager and that the run still lives"
+                    )
+                log.warning("%s; next attempt in %.1f s", cause, pause_s)
+                await asyncio.sleep(pause_s)
+
+    async def _session(self, http: aiohttp.ClientSession, reconnect: Reconnect) -> str:
+        """From dialling to the loss of the connection; returns the cause of the loss."""
+        try:
+            socket_ = await self._dial(http)
+        except (OSError, aiohttp.ClientError, TimeoutError) as error:
+            return f"no connection to the manager at {self._url}: {_words(error)}"
+        try:
+            welcome = await self._introduce(socket_)
+            reconnect.welcomed(time.monotonic())
+            self._socket = socket_
+            return await first_to_end(self._receive(socket_), self._heartbeats(welcome), self._load_wanted())
+        except WireError as error:
+            self.bad_frames += 1
+            code = aiohttp.WSCloseCode.MESSAGE_TOO_BIG if isinstance(error, FrameTooLarge) else 1002
+            await self._close(socket_, int(code), str(error))
+            return f"the manager broke the protocol: {error}"
+        except (OSError, aiohttp.ClientError) as error:
+            return f"the connection to the manager broke: {_words(error)}"
+        finally:
+            self._socket = None
+            self._wanted = None
+            await self._close(socket_, int(aiohttp.WSCloseCode.GOING_AWAY), "")
+            if leases := self._leases.forget_all():
+                self._engine.stop(leases)
+
+    async def _dial(self, http: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse:
+        headers = {"Authorization": f"Bearer {self._token}", PROTOCOL_HEADER: str(PROTOCOL)}
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                return await http.ws_connect(
+                    self._url,
+                    headers=headers,
+                    max_msg_size=self._max_frame_bytes,
+                    heartbeat=PING_S,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
+                )
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status == 401:
+                raise AuthError(
+                    f"the manager at {self._url} refused the token (HTTP 401); give the run's token in the "
+                    "environment variable PENSTOCK_TOKEN or with --token-file"
+                ) from error
+            if error.status == 426:
+                theirs = error.headers.get(PROTOCOL_HEADER, "another one") if error.headers else "another one"
+                raise ProtocolMismatch(
+                    f"the manager at {self._url} speaks protocol {theirs} and this agent {PROTOCOL} (HTTP 426); "
+                    "install the same version of Penstock on both sides"
+                ) from error
+            raise
+
+    async def _introduce(self, socket_: aiohttp.ClientWebSocketResponse) -> Welcome:
+        info = self._engine.info
+        hello = AgentHello(
+            name=self._name,
+            engine=info.kind,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            max_running=info.max_running,
+            max_context_tokens=info.max_context_tokens,
+            device=info.device,
+        )
+        self._frame_limit = self._max_frame_bytes
+        try:
+            async with asyncio.timeout(WELCOME_S):
+                await socket_.send_bytes(encode(hello))
+                frame = await self._next_frame(socket_)
+        except TimeoutError:
+            raise ConnectionError(f"no welcome within {WELCOME_S:g} s") from None
+        if isinstance(frame, str):
+            raise ConnectionError(frame)
+        if not isinstance(frame, Welcome):
+            raise WireError(f"the first frame of a manager is a Welcome, and this is a {type(frame).__name__}")
+        self._heed(frame)
+        self.instance = frame.instance
+        self.sessions += 1
+        log.info("joined %s as %s", self._url, frame.instance)
+        return frame
+
+    def _heed(self, welcome: Welcome) -> None:
+        """Does what the manager asks of its agents. Raises WireError for what makes no sense."""
+        context, limit = welcome.max_context_tokens, welcome.max_frame_bytes
+        if not welcome.heartbeat_s > 0 or welcome.frame_steps < 1:
+            raise WireError(f"a welcome with heartbeat_s={welcome.heartbeat_s} and frame_steps={welcome.frame_steps}")
+        if (context and context < 2) or (limit and limit < MIN_FRAME_BYTES):
+            raise WireError(f"a welcome with max_context_tokens={context} and max_frame_bytes={limit}")
+        if limit:
+            self._frame_limit = min(limit, self._max_frame_bytes)
+        if isinstance(self._engine, FramesBySteps):
+            self._engine.frame_steps = welcome.frame_steps
+        if context and isinstance(self._engine, FitsContext):
+            self._engine.fit_context(context)
+
+    async def _receive(self, socket_: aiohttp.ClientWebSocketResponse) -> str:
+        while True:
+            frame = await self._next_frame(socket_)
+            if isinstance(frame, str):
+                return frame
+            await self._take(frame)
+
+    async def _next_frame(self, socket_: aiohttp.ClientWebSocketResponse) -> FrameFromManager | str:
+        """The next frame, or why none will come. The wait is bounded by the socket's pings. Raises WireError."""
+        message = await socket_.receive()
+        if message.type is aiohttp.WSMsgType.BINARY:
+            return decode_from_manager(message.data, self._frame_limit)
+        if message.type is aiohttp.WSMsgType.TEXT:
+            raise WireError("the manager sent text; frames are binary")
+        error = message.data if message.type is aiohttp.WSMsgType.ERROR else socket_.exception()
+        if isinstance(error, aiohttp.WebSocketError):
+            kind = FrameTooLarge if error.code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG else WireError
+            raise kind(f"the manager sent what is no frame: {error}")
+        why = str(message.extra or "") or (_words(error) if isinstance(error, BaseException) else "")
+        code = f" (code {socket_.close_code})" if socket_.close_code else ""
+        return f"the manager closed the connection{code}{': ' + why if why else ''}"
+
+    async def _take(self, frame: FrameFromManager) -> None:
+        if isinstance(frame, StartFrame):
+            if self._leaving.is_set():
+                return  # The goodbye that is on its way gives it back.
+            started = self._leases.start(frame, self._engine.version, self._frame_limit)
+            if started.sequences:
+                self._engine.start(started.sequences)
+            for handed_back in started.handed_back:
+                await self._send(handed_back)
+        elif isinstance(frame, StopFrame):
+            self._engine.stop(self._leases.stop(frame))
+        elif isinstance(frame, LoadWeights):
+            if self._loading and self._wanted == frame:
+                return
+            self._wanted = frame
+            self._wanted_changed.set()
+            if self._pulling is not None:
+                self._pulling.cancel()
+        elif isinstance(frame, Drain):
+            self.drain(frame.cause)
+        else:
+            raise WireError(f"a {type(frame).__name__} is not meant for an agent")
+
+    async def _send(self, frame: FrameToManager) -> bool:
+        """False where there is no session, or it broke on this frame; its receiver then ends it."""
+        socket_ = self._socket
+        if socket_ is None:
+            return False
+        try:
+            async with asyncio.timeout(SEND_S), self._sending:
+                await socket_.send_bytes(encode(frame))
+        except (OSError, aiohttp.ClientError, TimeoutError) as error:
+            log.warning("a %s could not be sent: %s", type(frame).__name__, _words(error))
+            await self._close(socket_, int(aiohttp.WSCloseCode.GOING_AWAY), "sending failed")
+            return False
+        return True
+
+    async def _close(self, socket_: aiohttp.ClientWebSocketResponse, code: int, message: str) -> None:
+        try:
+            async with asyncio.timeout(2 * CLOSE_S):
+                # A close frame has room for 123 bytes of reason (RFC 6455, section 5.5).
+                await socket_.close(code=code, message=message.encode()[:120])
+        except (OSError, aiohttp.ClientError, TimeoutError) as error:
+            log.debug("the socket was not closed in order: %s", _words(error))
+
+    # ---- the engine's side
+
+    async def _pump(self) -> None:
+        """Every delta of the engine becomes a frame, for as long as the agent lives: sessions come and go beside it."""
+        async for delta in self._engine.deltas():
+            self._deltas_taken += 1
+            for frame in self._leases.frames(delta, self._frame_limit):
+                if not await self._send(frame):
+                    # The session is over, and what is left of the delta belongs to nobody.
+                    break
+            self._deltas_sent += 1
+
+    async def _heartbeats(self, welcome: Welcome) -> str:
+        """Tells the manager that the engine lives, which is looked at each time and not assumed."""
+        watch = StallWatch(self._stall_s, time.monotonic())
+        while True:
+            load, now = self._engine.load(), time.monotonic()
+            if self._loading:
+                watch.excuse(now)
+            if silent_s := watch.stalled_for(load, now):
+                raise EngineError(
+                    f"the engine made no progress for {silent_s:.0f} s with {load.running} sequences running and "
+                    f"{load.waiting} waiting"
+                )
+            beat = Heartbeat(
+                running=load.running,
+                waiting=load.waiting,
+                kv_tokens=load.kv_tokens,
+                tokens_generated=load.tokens_generated,
+                tokens_prefilled=load.tokens_prefilled,
+                tokens_per_s=load.tokens_per_s,
+            )
+            if not await self._send(beat):
+                return "a heartbeat could not be sent"
+            await asyncio.sleep(welcome.heartbeat_s)
+
+    async def _load_wanted(self) -> str:
+        """Loads the version last asked for; a newer one ends the pull of an older one, but not its swap."""
+        while True:
+            await self._wanted_changed.wait()
+            self._wanted_changed.clear()
+            frame = self._wanted
+            if frame is None:
+                continue
+            self._loading = True
+            try:
+                await self._load(frame)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if self._wanted is frame or (task is not None and task.cancelling()):
+                    raise
+                self.superseded_pulls += 1
+                log.info("stopped pulling weight version %d: a newer one is wanted", frame.version)
+            except PenstockError as error:
+                log.error("weight version %d could not be loaded: %s", frame.version, error)
+                await self._send(LoadFailed(version=frame.version, cause=str(error)[:CAUSE_CHARACTERS]))
+            finally:
+                self._loading = False
+
+    async def _load(self, frame: LoadWeights) -> None:
+        began = time.monotonic()
+        self._pulling = asyncio.create_task(
+            pull(
+                frame.source,
+                frame.version,
+                self._token,
+                connections=self._connections,
+                deadline_s=self._load_deadline_s,
+                max_bytes=self._max_weight_bytes,
+            )
+        )
+        try:
+            staged = await self._pulling
+        finally:
+            self._pulling.cancel()
+            self._pulling = None
+        await self._swap_in(staged)
+        load_s = time.monotonic() - began
+        info = self._engine.info
+        log.info("serves weight version %d after %.2f s", frame.version, load_s)
+        await self._send(
+            VersionReady(
+                version=frame.version,
+                vocab_size=info.vocab_size,
+                max_context_tokens=info.max_context_tokens,
+                max_running=info.max_running,
+                load_s=load_s,
+                bytes_fetched=sum(chunk.nbytes for chunk in staged.manifest.chunks),
+            )
+        )
+
+    async def _swap_in(self, staged: StagedWeights) -> None:
+        """A swap that has begun is left to end, even where the session that asked for it does not outlive it."""
+        if self._swap is not None:
+            await asyncio.wait((self._swap,))
+        self._swap = asyncio.create_task(self._engine.update_weights(staged), name="agent-swap")
+        await asyncio.shield(self._swap)
+
+    # ---- leaving
+
+    async def _leave(self, pump: asyncio.Task[None]) -> None:
+        log.info("leaving: %s", self._leave_cause)
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await self._engine.flush()
+                await self._settle(pump)
+        except TimeoutError:
+            log.warning("the engine was not flushed within %g s; its last tokens will be drawn again", FLUSH_S)
+        await self._say_goodbye(self._leave_cause)
+
+    async def _settle(self, pump: asyncio.Task[None]) -> None:
+        """Waits until the pump has sent every delta that the flush brought out."""
+        while not pump.done():
+            taken = self._deltas_taken
+            await asyncio.sleep(SETTLE_S)
+            if taken == self._deltas_taken == self._deltas_sent:
+                return
+
+    async def _engine_failed(self, error: BaseException | None) -> None:
+        error = error or EngineError("the engine ended its tokens though nobody asked it to")
+        await self._say_goodbye(f"the engine failed: {error}")
+        raise error
+
+    async def _say_goodbye(self, cause: str) -> None:
+        """The last frame of a session, and its close; nothing where there is no session."""
+        socket_ = self._socket
+        if socket_ is not None and await self._send(Goodbye(cause=cause[:CAUSE_CHARACTERS])):
+            await self._close(socket_, int(aiohttp.WSCloseCode.OK), cause)
+
+
+async def first_to_end(*jobs: Coroutine[Any, Any, str]) -> str:
+    """Runs all, returns the result (or raises the error) of the first to end, and cancels the others."""
+    tasks = [asyncio.create_task(job) for job in jobs]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        failed = next((task for task in done if not task.cancelled() and task.exception()), None)
+        return (failed or done.pop()).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def agent_url(manager_url: str) -> str:
+    """The WebSocket address for agents of a manager given as `http://host:port` or `host:port`."""
+    url = manager_url.strip()
+    if "://" not in url:
+        url = f"http://{url}"
+    scheme, _, rest = url.partition("://")
+    rest = rest.rstrip("/")
+    if scheme not in ("http", "https", "ws", "wss") or not rest:
+        raise PenstockError(f"{manager_url!r} is not the address of a manager; expected http://host:port")
+    return f"{scheme}://{rest}/agent"
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,443 @@
+"""Continuous batching, synchronously: sequences in, one step at a time, token deltas out.
+
+Decides which sequences run (first come, first served, into a compact prefix of the cache's slots), when prompts are
+prefilled (at most `prefill_tokens_per_step` padded tokens a step, so that decoding is not starved), and when a
+sequence ends. Owns no thread and reads no clock; `BuiltinEngine` runs it. A sequence that is running when the weights
+change is prefilled again, because keys and values of older weights are not reused.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from penstock.errors import EngineError
+from penstock.instance.builtin.checkpoint import tensors_of_staged
+from penstock.instance.builtin.draw import DrawRows, draw, draw_rows
+from penstock.instance.builtin.kv_cache import CachePlan, KVCache, plan_cache
+from penstock.instance.builtin.model import Decoder, DecoderWeights, build_weights
+from penstock.instance.builtin.philox import uniforms
+from penstock.instance.builtin.spec import ModelSpec, parse_model_spec
+from penstock.instance.engine import SequenceStart, TokenDelta
+from penstock.sample import Finish
+from penstock.weights.manifest import StagedWeights
+from penstock.wire import Sampling
+
+_UNIFORMS_AHEAD = 128
+"""Random numbers computed at once for a sequence: one call costs about as much for 1 as for 128."""
+
+_ATTENDED_MULTIPLE = 16
+"""Attended length is rounded up to this many positions, so that a GPU sees few different shapes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreOptions:
+    device: torch.device
+    dtype: torch.dtype | None = None
+    """None takes the first weights' own dtype (float16 becomes float32)."""
+    max_running: int = 64
+    max_context_tokens: int = 2048
+    """Prompt and output of one sequence; the model's own limit holds where it is lower."""
+    kv_cache_mib: int = 1024
+    """Bound on the KV cache. Each slot is `max_context_tokens` long; where fewer than `max_running` slots fit, fewer
+    sequences run at once."""
+    prefill_tokens_per_step: int = 4096
+    """Most padded tokens prefilled before the next decode step; one longer prompt is taken alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedWeights:
+    """A version laid out for the decoder, not yet serving."""
+
+    version: int
+    spec: ModelSpec
+    dtype: torch.dtype
+    weights: DecoderWeights
+
+
+@dataclass(slots=True)
+class _Sequence:
+    lease: int
+    seed: int
+    sampling: Sampling
+    prompt_ids: list[int]
+    output_ids: list[int]
+    """The prefix and all tokens drawn."""
+    stop_ids: frozenset[int]
+    length_limit: int
+    """Output tokens at which it ends as Finish.LENGTH."""
+    taken: int
+    """Output tokens that a delta has carried, or that came as the prefix."""
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """Of the output tokens from `taken` on."""
+    uniforms: list[float] = field(default_factory=list)
+    uniforms_start: int = 0
+    finish: Finish = Finish.RUNNING
+    cause: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def next_uniform(self) -> float:
+        """The random number of the next output token."""
+        position = len(self.output_ids)
+        offset = position - self.uniforms_start
+        if not 0 <= offset < len(self.uniforms):
+            self.uniforms = uniforms(self.seed, position, _UNIFORMS_AHEAD)
+            self.uniforms_start, offset = position, 0
+        return self.uniforms[offset]
+
+
+class BuiltinCore:
+    """The engine without its thread. Not thread-safe, except `prepare`, which only reads."""
+
+    def __init__(self, options: CoreOptions, progress: memoryview | None = None) -> None:
+        """`progress`: 8 bytes that hold the number of output tokens drawn (uint64) after every step."""
+        if progress is not None and (progress.nbytes != 8 or progress.readonly):
+            raise EngineError(f"progress needs 8 writable bytes and has {progress.nbytes}")
+        self.options = options
+        self.version = -1
+        self.spec: ModelSpec | None = None
+        self.plan: CachePlan | None = None
+        self.dtype: torch.dtype | None = options.dtype
+        self.tokens_generated = 0
+        self.tokens_prefilled = 0
+        self._progress = progress
+        self._decoder: Decoder | None = None
+        self._waiting: deque[_Sequence] = deque()
+        self._active: list[_Sequence] = []
+        """Sequence in slot i at place i."""
+        self._ended: list[_Sequence] = []
+        """Ended and not yet in a delta."""
+        self._by_lease: dict[int, _Sequence] = {}
+        self._deltas: list[TokenDelta] = []
+        """Cut at a weight swap and not yet taken."""
+        self._rows: _Rows | None = None
+
+    # ---- what it holds
+
+    @property
+    def running(self) -> int:
+        return len(self._active)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def kv_tokens(self) -> int:
+        return sum(sequence.tokens for sequence in self._active)
+
+    @property
+    def work_done(self) -> int:
+        """Grows within a step, layer by layer; may be read from another thread."""
+        return self._decoder.work_done if self._decoder else 0
+
+    @property
+    def has_work(self) -> bool:
+        """True while a step would do something."""
+        return bool(self._active or self._waiting)
+
+    @property
+    def max_running(self) -> int:
+        return self.plan.slots if self.plan else self.options.max_running
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self.plan.positions if self.plan else self.options.max_context_tokens
+
+    # ---- weights
+
+    def fit_context(self, max_context_tokens: int) -> None:
+        """Changes `CoreOptions.max_context_tokens`; nothing where a KV cache is there already."""
+        if self.plan is None:
+            self.options = replace(self.options, max_context_tokens=max_context_tokens)
+
+    def prepare(self, staged: StagedWeights) -> PreparedWeights:
+        """Lays out a version's weights beside those that serve; raises EngineError or CheckpointError."""
+        spec = parse_model_spec(staged.manifest.config_json)
+        if self.spec is not None and spec != self.spec:
+            changed = [name for name in ModelSpec.__slots__ if getattr(spec, name) != getattr(self.spec, name)]
+            raise EngineError(
+                f"weight version {staged.version} is of another model ({', '.join(changed)} changed); "
+                "an engine serves one model for its life"
+            )
+        tensors = tensors_of_staged(staged)
+        dtype = self.dtype or _serving_dtype(tensors)
+        # Prepared in host memory where the device is another: the swap then copies in place, and the device never
+        # holds two versions.
+        return PreparedWeights(staged.version, spec, dtype, build_weights(spec, tensors, dtype, torch.device("cpu")))
+
+    def swap(self, prepared: PreparedWeights) -> None:
+        """Serves `prepared` from the next step on; running sequences are prefilled again. Raises EngineError."""
+        options = self.options
+        if self._decoder is None:
+            item_bytes = prepared.dtype.itemsize
+            plan = plan_cache(
+                prepared.spec, item_bytes, options.max_running, options.max_context_tokens, options.kv_cache_mib
+            )
+            cache = KVCache(prepared.spec, plan, prepared.dtype, options.device)
+            self._decoder = Decoder(prepared.spec, prepared.weights.to(options.device), cache)
+            self.spec, self.plan, self.dtype = prepared.spec, plan, prepared.dtype
+        else:
+            self._cut_delta()
+            self._waiting.extendleft(reversed(self._active))
+            self._active.clear()
+            self._rows = None
+            self._decoder.replace_weights(prepared.weights)
+        self.version = prepared.version
+
+    # ---- sequences
+
+    def start(self, sequences: Sequence[SequenceStart]) -> None:
+        """Queues sequences; those that can't be generated end as Finish.FAILED in the next delta, with the cause.
+
+        Raises EngineError if a lease is in use: leases are never given twice.
+        """
+        for start in sequences:
+            if start.lease in self._by_lease:
+                raise EngineError(f"lease {start.lease} is already in use")
+            sequence = self._sequence(start)
+            self._by_lease[start.lease] = sequence
+            if sequence.finish is Finish.RUNNING:
+                self._waiting.append(sequence)
+            else:
+                self._ended.append(sequence)
+
+    def stop(self, leases: Sequence[int]) -> None:
+        """Forgets sequences, with tokens that no delta has carried yet; unknown leases are ignored."""
+        stopped = [self._by_lease.pop(lease) for lease in leases if lease in self._by_lease]
+        gone = {sequence.lease for sequence in stopped}
+        if not gone:
+            return
+        self._waiting = deque(sequence for sequence in self._waiting if sequence.lease not in gone)
+        self._ended = [sequence for sequence in self._ended if sequence.lease not in gone]
+        self._vacate([slot for slot, sequence in enumerate(self._active) if sequence.lease in gone])
+
+    def _sequence(self, start: SequenceStart) -> _Sequence:
+        sampling, prompt, prefix = start.sampling, list(start.prompt_ids), list(start.prefix_ids)
+        room = self.max_context_tokens - len(prompt)
+        sequence = _Sequence(
+            lease=start.lease,
+            seed=start.seed,
+            sampling=sampling,
+            prompt_ids=prompt,
+            output_ids=prefix,
+            stop_ids=frozenset(sampling.stop_ids),
+            length_limit=min(sampling.max_new_tokens, room),
+            taken=len(prefix),
+        )
+        cause = self._refusal(prompt, prefix)
+        if cause:
+            sequence.finish, sequence.cause = Finish.FAILED, cause
+        elif prefix and prefix[-1] in sequence.stop_ids:
+            sequence.finish = Finish.STOP
+        elif len(prefix) >= sequence.length_limit:
+            sequence.finish = Finish.LENGTH
+        return sequence
+
+    def _refusal(self, prompt: list[int], prefix: list[int]) -> str:
+        """Why a sequence can't be generated; empty if it can."""
+        if self.spec is None:
+            return "the engine has no weights yet"
+        if not prompt:
+            return "the prompt is empty"
+        vocab = self.spec.vocab_size
+        for what, ids in (("prompt", prompt), ("prefix", prefix)):
+            if ids and not (min(ids) >= 0 and max(ids) < vocab):
+                worst = min(ids) if min(ids) < 0 else max(ids)
+                return f"the {what} holds token id {worst}; the model's vocabulary has ids 0 to {vocab - 1}"
+        room = self.max_context_tokens - len(prompt)
+        if room < 1:
+            return (
+                f"the prompt of {len(prompt)} tokens leaves no room in the context of {self.max_context_tokens} tokens"
+            )
+        if len(prefix) > room:
+            return (
+                f"the prompt of {len(prompt)} tokens and its prefix of {len(prefix)} are over the context of "
+                f"{self.max_context_tokens} tokens"
+            )
+        return ""
+
+    # ---- steps
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admits what fits, then decodes one token of every running sequence. Does nothing without work."""
+        decoder = self._decoder
+        if decoder is None:
+            return
+        self._admit(decoder)
+        if self._active:
+            self._decode(decoder)
+        if self._progress is not None:
+            struct.pack_into("<Q", self._progress, 0, self.tokens_generated)
+
+    def take_delta(self) -> TokenDelta | None:
+        """All that happened since the last one, of one weight version; None if nothing did. Call until None."""
+        if not self._deltas:
+            self._cut_delta()
+        return self._deltas.pop(0) if self._deltas else None
+
+    def _admit(self, decoder: Decoder) -> None:
+        free = self.max_running - len(self._active)
+        if not free or not self._waiting:
+            return
+        row_of: dict[tuple[int, ...], int] = {}
+        admitted: list[_Sequence] = []
+        longest = 0
+        while self._waiting and len(admitted) < free:
+            sequence = self._waiting[0]
+            ids = (*sequence.prompt_ids, *sequence.output_ids)
+            widest = max(longest, len(ids))
+            if ids not in row_of:
+                if row_of and widest * (len(row_of) + 1) > self.options.prefill_tokens_per_step:
+                    break
+                row_of[ids] = len(row_of)
+                longest = widest
+            admitted.append(self._waiting.popleft())
+        self._prefill(decoder, admitted, row_of, longest)
+
+    def _prefill(
+        self, decoder: Decoder, admitted: list[_Sequence], row_of: dict[tuple[int, ...], int], longest: int
+    ) -> None:
+        device = self.options.device
+        # Padded with tokens of its own, a row is finite or not on its own account.
+        padded = torch.tensor([ids + ids[:1] * (longest - len(ids)) for ids in row_of])
+        lengths = torch.tensor([len(ids) for ids in row_of], device=device)
+        rows = [row_of[(*sequence.prompt_ids, *sequence.output_ids)] for sequence in admitted]
+        row_of_slot = None if len(rows) == len(row_of) else torch.tensor(rows, device=device)
+        first_slot = len(self._active)
+        logits = decoder.prefill(padded.to(device), lengths, first_slot, row_of_slot, len(admitted))
+        self.tokens_prefilled += sum(map(len, row_of))
+        self._active.extend(admitted)
+        drawing = draw_rows([sequence.sampling for sequence in admitted], logits.shape[1], device)
+        ids_B, logprobs_B = draw(logits, drawing, self._uniforms(admitted, drawing))
+        self._rows = None
+        self._take_drawn(admitted, ids_B, logprobs_B, first_slot)
+
+    def _decode(self, decoder: Decoder) -> None:
+        rows = self._rows
+        if rows is None:
+            rows = self._rows = _Rows.of(self._active, decoder.spec.vocab_size, self.options.device)
+        attended = min(-(-rows.longest // _ATTENDED_MULTIPLE) * _ATTENDED_MULTIPLE, self.max_context_tokens)
+        logits = decoder.decode(rows.ids_B, rows.positions_B, attended)
+        ids_B, logprobs_B = draw(logits, rows.drawing, self._uniforms(self._active, rows.drawing))
+        rows.advance(ids_B)
+        self._take_drawn(self._active, ids_B, logprobs_B, 0)
+
+    def _uniforms(self, sequences: list[_Sequence], drawing: DrawRows) -> torch.Tensor | None:
+        if drawing.all_greedy:
+            return None
+        numbers = [sequence.next_uniform() for sequence in sequences]
+        return torch.tensor(numbers, dtype=torch.float64).to(self.options.device, non_blocking=True)
+
+    def _take_drawn(
+        self, sequences: list[_Sequence], ids_B: torch.Tensor, logprobs_B: torch.Tensor, first_slot: int
+    ) -> None:
+        """Appends one drawn token to each sequence and ends those that are done."""
+        ids, logprobs = torch.stack((ids_B.double(), logprobs_B.double())).tolist()
+        drawn, vacated = 0, []
+        for index, sequence in enumerate(sequences):
+            token, logprob = int(ids[index]), logprobs[index]
+            if not math.isfinite(logprob):
+                sequence.finish = Finish.FAILED
+                sequence.cause = (
+                    f"the model's logits for output token {len(sequence.output_ids)} are not finite "
+                    f"(weight version {self.version})"
+                )
+            else:
+                drawn += 1
+                sequence.output_ids.append(token)
+                sequence.logprobs.append(logprob)
+                if token in sequence.stop_ids:
+                    sequence.finish = Finish.STOP
+                elif len(sequence.output_ids) >= sequence.length_limit:
+                    sequence.finish = Finish.LENGTH
+                else:
+                    continue
+            self._ended.append(sequence)
+            vacated.append(first_slot + index)
+        self.tokens_generated += drawn
+        self._vacate(vacated)
+
+    def _vacate(self, slots: list[int]) -> None:
+        """Frees slots and closes the gaps with the last running sequences. `slots` ascend."""
+        assert self._decoder is not None or not slots
+        for slot in reversed(slots):
+            assert self._decoder is not None
+            cache, last = self._decoder.cache, len(self._active) - 1
+            gone = self._active[slot]
+            if gone.finish is Finish.FAILED:
+                cache.wipe(slot)
+            if slot != last:
+                mover = self._active[slot] = self._active[last]
+                cache.move(last, slot, mover.tokens)
+            self._active.pop()
+            self._rows = None
+
+    def _cut_delta(self) -> None:
+        """Puts what happened since the last delta into one of the present weight version."""
+        delta = TokenDelta(version=self.version)
+        for sequence in (*self._ended, *self._active, *self._waiting):
+            count = len(sequence.logprobs)
+            if not count and sequence.finish is Finish.RUNNING:
+                continue
+            delta.leases.append(sequence.lease)
+            delta.starts.append(sequence.taken)
+            delta.counts.append(count)
+            delta.finishes.append(sequence.finish)
+            if count:
+                delta.token_ids.extend(sequence.output_ids[sequence.taken :])
+                delta.logprobs.extend(sequence.logprobs)
+                sequence.taken += count
+                sequence.logprobs = array("f")
+            if sequence.cause:
+                delta.causes[sequence.lease] = sequence.cause
+        for sequence in self._ended:
+            del self._by_lease[sequence.lease]
+        self._ended.clear()
+        if delta.leases:
+            self._deltas.append(delta)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Device columns of the running sequences, advanced in place until the set of them changes."""
+
+    ids_B: torch.Tensor
+    """Each sequence's last token: drawn, and not yet in the cache."""
+    positions_B: torch.Tensor
+    """Where that token goes in the cache."""
+    longest: int
+    """Positions that the longest sequence attends to."""
+    drawing: DrawRows
+
+    @staticmethod
+    def of(sequences: list[_Sequence], vocab_size: int, device: torch.device) -> _Rows:
+        tokens = [sequence.tokens for sequence in sequences]
+        last = [sequence.output_ids[-1] for sequence in sequences]
+        return _Rows(
+            ids_B=torch.tensor(last, device=device),
+            positions_B=torch.tensor(tokens, device=device) - 1,
+            longest=max(tokens),
+            drawing=draw_rows([sequence.sampling for sequence in sequences], vocab_size, device),
+        )
+
+    def advance(self, ids_B: torch.Tensor) -> None:
+        self.ids_B = ids_B
+        self.positions_B += 1
+        self.longest += 1
+
+
+def _serving_dtype(tensors: dict[str, torch.Tensor]) -> torch.dtype:
+    """The weights' own dtype; float16, which overflows in these models, is served as float32."""
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    return torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
