@@ -1,0 +1,257 @@
+"""A batch and its samples as the tracker keeps them: columns, counts and the order in which samples wait.
+
+Holds data and its arithmetic; every decision about it is the tracker's. A sample that has never been placed has no
+object yet, so a batch that waits costs little more than its prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from penstock.errors import WireError
+from penstock.sample import Finish, SampleId, VersionSpan, sample_seed
+from penstock.wire import FinishedFrame, Sampling, SubmitBatch, column, offsets
+
+__all__ = ["Batch", "TrackedSample", "finished_frame"]
+
+MAX_SAMPLES = 1 << 24
+MAX_NEW_TOKENS = 1 << 24
+MAX_NAME_CHARACTERS = 200
+LONE_FRAME_BYTES = 1024
+"""Of a frame that starts a single sample, beside its tokens and stop ids; more than enough."""
+
+
+class TrackedSample:
+    """One sample on its way. `tokens` is i[length], `logprobs` f[length], both little-endian."""
+
+    __slots__ = (
+        "aborts",
+        "batch",
+        "cause",
+        "closed_spans",
+        "finish",
+        "instance",
+        "lease",
+        "length",
+        "limit",
+        "logprobs",
+        "placed_length",
+        "prompt",
+        "replica",
+        "strikes",
+        "tokens",
+        "version",
+    )
+
+    def __init__(self, batch: Batch, prompt: int, replica: int) -> None:
+        self.batch = batch
+        self.prompt = prompt
+        """Row of the batch's prompt columns."""
+        self.replica = replica
+        self.lease = 0
+        self.instance = ""
+        self.length = 0
+        self.limit = batch.sampling.max_new_tokens
+        self.placed_length = 0
+        """Length when it was last placed."""
+        self.strikes = 0
+        """Times in a row that it was taken back from an instance without a new token."""
+        self.aborts = 0
+        """Times in a row that an engine handed it back without a new token."""
+        self.tokens = bytearray()
+        self.logprobs = bytearray()
+        self.version = -1
+        """Weight version of the last token; its span is still open."""
+        self.closed_spans: tuple[tuple[int, int], ...] = ()
+        """(version, end) of the spans before the open one."""
+        self.finish = Finish.RUNNING
+        self.cause = ""
+
+    @property
+    def id(self) -> SampleId:
+        return SampleId(self.batch.name, self.batch.prompt_indices[self.prompt], self.replica)
+
+    @property
+    def seed(self) -> int:
+        return sample_seed(self.batch.run_seed, self.id)
+
+    @property
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        spans, start = [], 0
+        for version, end in self._all_spans():
+            spans.append(VersionSpan(version, start, end))
+            start = end
+        return tuple(spans)
+
+    def append(self, token_ids: bytes, logprobs: bytes, count: int, version: int) -> None:
+        """Adds `count` tokens drawn with `version`; both buffers hold 4 bytes a token."""
+        if self.version != version:
+            self.begin_span(version, self.length)
+        self.tokens += token_ids
+        self.logprobs += logprobs
+        self.length += count
+
+    def begin_span(self, version: int, start: int) -> None:
+        """From token `start` on, tokens are of `version`."""
+        if start:
+            self.closed_spans = (*self.closed_spans, (self.version, start))
+        self.version = version
+
+    def _all_spans(self) -> tuple[tuple[int, int], ...]:
+        return (*self.closed_spans, (self.version, self.length)) if self.length else ()
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """A step's samples: P prompts of `samples_per_prompt` each."""
+
+    name: str
+    version: int
+    samples_per_prompt: int
+    run_seed: int
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    prompt_indices: array[int]
+    prompt_ids: bytes
+    prompt_offsets: list[int]
+    """In tokens, P + 1 of them."""
+    context_tokens: int
+    """Context that each of its samples is sure to have room in: the longest prompt and max_new_tokens."""
+    deadline_s: float
+    submitted_at: float
+    progress_at: float
+    """When it last got a token, or a sample of it ended."""
+    next_fresh: int = 0
+    moved: deque[TrackedSample] = field(default_factory=deque)
+    placed: int = 0
+    finished: int = 0
+    failed: int = 0
+    tokens: int = 0
+    """Output tokens accepted, those of samples that failed later included."""
+
+    @classmethod
+    def parse(cls, frame: SubmitBatch, now: float, max_frame_bytes: int) -> Batch:
+        """Raises WireError, naming the value that makes no sense.
+
+        `max_frame_bytes`: of the frame that starts a sample, which may have to carry its prompt and all its output.
+        """
+        if not 0 < len(frame.batch) <= MAX_NAME_CHARACTERS:
+            raise WireError(f"a batch's name has {len(frame.batch)} characters; 1 to {MAX_NAME_CHARACTERS} are allowed")
+        indices = column(frame.prompt_indices, "I").tolist()
+        prompts = len(indices)
+        lengths = column(frame.prompt_lengths, "I", prompts).tolist()
+        ids = column(frame.prompt_ids, "i", sum(lengths))
+        samples = prompts * frame.samples_per_prompt
+        if not 0 < samples <= MAX_SAMPLES or frame.samples_per_prompt < 1:
+            raise WireError(
+                f"batch {frame.batch!r} has {prompts} prompts of {frame.samples_per_prompt} samples; "
+                f"1 to {MAX_SAMPLES} samples are allowed"
+            )
+        if len(set(indices)) != prompts:
+            twice = Counter(indices).most_common(1)[0][0]
+            raise WireError(f"batch {frame.batch!r} has prompt {twice} more than once")
+        if not all(lengths):
+            raise WireError(f"prompt {indices[lengths.index(0)]} of batch {frame.batch!r} is empty")
+        if min(ids) < 0:
+            raise WireError(f"batch {frame.batch!r} has a negative token id in a prompt: {min(ids)}")
+        if not (math.isfinite(frame.deadline_s) and frame.deadline_s > 0):
+            raise WireError(f"batch {frame.batch!r} has deadline_s = {frame.deadline_s}; it must be above 0")
+        if not 0 <= frame.version < 2**32 or not -(2**63) <= frame.run_seed < 2**63:
+            raise WireError(f"batch {frame.batch!r}: version {frame.version} or run seed {frame.run_seed} out of range")
+        if frame.sampling.max_new_tokens > MAX_NEW_TOKENS:
+            raise WireError(f"batch {frame.batch!r}: max_new_tokens {frame.sampling.max_new_tokens} > {MAX_NEW_TOKENS}")
+        if any(not 0 <= token < 2**31 for token in frame.sampling.stop_ids):
+            raise WireError(f"batch {frame.batch!r} has a stop id out of range: {frame.sampling.stop_ids}")
+        context_tokens = max(lengths) + frame.sampling.max_new_tokens
+        start_bytes = LONE_FRAME_BYTES + 4 * context_tokens + 5 * len(frame.sampling.stop_ids)
+        if start_bytes > max_frame_bytes:
+            raise WireError(
+                f"batch {frame.batch!r}: a sample of {context_tokens} tokens (the longest prompt and max_new_tokens) "
+                f"may take a frame of {start_bytes} bytes to go on elsewhere, over the {max_frame_bytes} that an agent "
+                "takes; see manager.max_frame_mib"
+            )
+        return cls(
+            name=frame.batch,
+            version=frame.version,
+            samples_per_prompt=frame.samples_per_prompt,
+            run_seed=frame.run_seed,
+            sampling=frame.sampling,
+            stop_ids=frozenset(frame.sampling.stop_ids),
+            prompt_indices=array("I", indices),
+            prompt_ids=frame.prompt_ids,
+            prompt_offsets=offsets(lengths),
+            context_tokens=context_tokens,
+            deadline_s=frame.deadline_s,
+            submitted_at=now,
+            progress_at=now,
+        )
+
+    @property
+    def samples(self) -> int:
+        return len(self.prompt_indices) * self.samples_per_prompt
+
+    @property
+    def fresh(self) -> int:
+        """Samples that were never placed."""
+        return self.samples - self.next_fresh
+
+    @property
+    def waiting(self) -> int:
+        return self.fresh + len(self.moved)
+
+    @property
+    def ended(self) -> bool:
+        return self.finished + self.failed == self.samples
+
+    def prompt_bytes(self, prompt: int) -> bytes:
+        """Token ids of one prompt, i[length]."""
+        return self.prompt_ids[4 * self.prompt_offsets[prompt] : 4 * self.prompt_offsets[prompt + 1]]
+
+    def next_waiting(self) -> TrackedSample | None:
+        """Takes the next sample out of the queue: moved ones first, then prompts in order."""
+        if self.moved:
+            return self.moved.popleft()
+        if not self.fresh:
+            return None
+        prompt, replica = divmod(self.next_fresh, self.samples_per_prompt)
+        self.next_fresh += 1
+        return TrackedSample(self, prompt, replica)
+
+
+def finished_frame(batch: Batch, samples: list[TrackedSample]) -> FinishedFrame:
+    """Finished and failed samples of one batch as columns. A failed one has a cause and no tokens."""
+    lengths, span_counts, span_versions, span_ends = array("I"), array("I"), array("I"), array("I")
+    token_parts: list[bytearray] = []
+    logprob_parts: list[bytearray] = []
+    causes: dict[int, str] = {}
+    for row, sample in enumerate(samples):
+        if sample.finish is Finish.FAILED:
+            causes[row] = sample.cause
+            lengths.append(0)
+            span_counts.append(0)
+            continue
+        lengths.append(sample.length)
+        token_parts.append(sample.tokens)
+        logprob_parts.append(sample.logprobs)
+        span_counts.append(len(sample.closed_spans) + 1)
+        for version, end in sample.closed_spans:
+            span_versions.append(version)
+            span_ends.append(end)
+        span_versions.append(sample.version)
+        span_ends.append(sample.length)
+    return FinishedFrame(
+        batch=batch.name,
+        prompts=array("I", [batch.prompt_indices[sample.prompt] for sample in samples]).tobytes(),
+        replicas=array("I", [sample.replica for sample in samples]).tobytes(),
+        finishes=bytes([sample.finish for sample in samples]),
+        lengths=lengths.tobytes(),
+        token_ids=b"".join(token_parts),
+        logprobs=b"".join(logprob_parts),
+        span_counts=span_counts.tobytes(),
+        span_versions=span_versions.tobytes(),
+        span_ends=span_ends.tobytes(),
+        causes=causes,
+    )

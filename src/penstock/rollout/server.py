@@ -1,0 +1,357 @@
+"""The manager's edge: sockets, the clock and authentication around the pure `Manager`.
+
+Agents and one trainer each hold a WebSocket; operators get JSON and Prometheus text over HTTP. Decides nothing about
+samples. It answers for the edge's own promises: tokens compared in constant time, frames of a bounded size, outgoing
+queues of a bounded length (a peer that does not read is dropped with that cause), and a clean end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hmac
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
+
+from penstock.errors import PenstockError, PortInUse, WireError
+from penstock.rollout import operators
+from penstock.rollout.logbook import Logbook
+from penstock.rollout.manager import TRAINER, Decisions, Manager, ManagerConfig
+from penstock.wire import MAX_FRAME_BYTES, PROTOCOL, FrameToManager, decode_to_manager, encode
+from penstock.wire.codec import PROTOCOL_HEADER
+
+__all__ = ["ManagerServer", "ServerConfig"]
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    token: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free port."""
+    manager: ManagerConfig = field(default_factory=ManagerConfig)
+    max_queued_bytes: int = 4 * MAX_FRAME_BYTES
+    """Frames that may wait for one peer to read them; beyond, the peer is dropped."""
+    send_deadline_s: float = 30.0
+    """For one frame to leave this machine's buffers."""
+    tick_s: float = 0.1
+    close_s: float = 1.0
+    """For all connections to end when the server does."""
+
+
+class _Peer:
+    """One WebSocket's outgoing side: a bounded queue and the task that empties it."""
+
+    def __init__(
+        self, name: str, socket: web.WebSocketResponse, transport: asyncio.Transport | None, config: ServerConfig
+    ) -> None:
+        self.name = name
+        self.closing_cause = ""
+        self._socket = socket
+        self._transport = transport
+        self._config = config
+        self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._wake = asyncio.Event()
+        self._writer = asyncio.create_task(self._write(), name=f"to {name}")
+
+    def put(self, data: bytes) -> None:
+        """Queues a frame. A peer that has fallen too far behind is dropped instead."""
+        if self.closing_cause:
+            return
+        self._queue.append(data)
+        self._queued_bytes += len(data)
+        if self._queued_bytes > self._config.max_queued_bytes:
+            self.close(f"it does not read: {self._queued_bytes} bytes were waiting for it")
+            self._abort()
+        self._wake.set()
+
+    def close(self, cause: str) -> None:
+        """Ends the connection once what is queued is sent."""
+        self.closing_cause = self.closing_cause or cause
+        self._wake.set()
+
+    async def finish(self) -> None:
+        """Waits for the writer to end; it is cut off where it does not."""
+        self.close("the connection ended")
+        _, late = await asyncio.wait([self._writer], timeout=self._config.close_s)
+        if late:
+            self._writer.cancel()
+            await asyncio.wait([self._writer], timeout=self._config.close_s)
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                while self._queue:
+                    data = self._queue.popleft()
+                    self._queued_bytes -= len(data)
+                    async with asyncio.timeout(self._config.send_deadline_s):
+                        await self._socket.send_bytes(data)
+                if self.closing_cause:
+                    break
+                self._wake.clear()
+                await self._wake.wait()
+        except TimeoutError:
+            self.closing_cause = f"it did not read a frame for {self._config.send_deadline_s:g} s"
+        except ConnectionError as error:
+            self.closing_cause = self.closing_cause or f"the connection broke: {error or type(error).__name__}"
+        reason = self.closing_cause.encode()[:120].decode(errors="ignore").encode()
+        try:
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(self._config.close_s):
+                    await self._socket.close(code=WSCloseCode.GOING_AWAY, message=reason)
+        finally:
+            self._abort()
+
+    def _abort(self) -> None:
+        """Ends the connection at once. A mere close would wait for a peer that does not read, maybe for ever."""
+        self._queue.clear()
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class ManagerServer:
+    """Serves one `Manager`. All methods belong to one event loop."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        if not config.token:
+            raise PenstockError("the manager needs a token: set PENSTOCK_TOKEN or give --token-file")
+        self.config = config
+        self.manager = Manager(config.manager, wall_offset_s=time.time() - time.monotonic())
+        self.url = ""
+        self._token = config.token.encode()
+        self._logbook = Logbook()
+        self._peers: dict[str, _Peer] = {}
+        self._agents_seen = 0
+        self._runner: web.AppRunner | None = None
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Listens; returns the URL. Raises PortInUse, or PenstockError where the address can't be had."""
+        application = web.Application(middlewares=[self._authorised])
+        application.add_routes(
+            [
+                web.get("/agent", self._agent),
+                web.get("/trainer", self._trainer),
+                web.get("/instances", self._instances),
+                web.get("/samples", self._samples),
+                web.get("/metrics", self._metrics),
+                web.get("/healthz", self._health),
+            ]
+        )
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=self.config.close_s)
+        await self._runner.setup()
+        host, port = self.config.host, self.config.port
+        try:
+            site = web.TCPSite(self._runner, host, port)
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            if error.errno == errno.EADDRINUSE:
+                raise PortInUse(
+                    f"{host}:{port} is in use by another process; choose another port, or 0 for a free one"
+                ) from error
+            raise PenstockError(f"can't listen on {host}:{port}: {error.strerror or error}") from error
+        bound = self._runner.addresses[0]
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{bound[1]}"
+        self._ticker = asyncio.create_task(self._tick(), name="manager's tick")
+        return self.url
+
+    async def failed(self) -> None:
+        """Returns never while all is well; raises what broke the server's own work."""
+        if self._ticker is None:
+            raise PenstockError("the manager's server was not started")
+        await asyncio.shield(self._ticker)
+
+    async def close(self, cause: str = "the manager is shutting down") -> None:
+        """Asks every agent to leave, ends all connections and stops listening."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.wait([self._ticker], timeout=self.config.close_s)
+            self._ticker = None
+        self._carry_out(self.manager.shutdown(time.monotonic(), cause))
+        peers = list(self._peers.values())
+        for peer in peers:
+            peer.close(cause)
+        if peers:
+            await asyncio.wait([asyncio.create_task(peer.finish()) for peer in peers], timeout=2 * self.config.close_s)
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    # ---- doors
+
+    @web.middleware
+    async def _authorised(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path != "/healthz":
+            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
+                self._logbook.refused(request.remote or "?", "the token is missing or wrong")
+                return web.Response(
+                    status=401,
+                    text="The token is missing or wrong. Give the run's token in the environment variable "
+                    "PENSTOCK_TOKEN or with --token-file; it is sent as 'Authorization: Bearer <token>'.\n",
+                )
+        return await handler(request)
+
+    def _other_protocol(self, request: web.Request) -> web.Response | None:
+        spoken = request.headers.get(PROTOCOL_HEADER, "")
+        if spoken == str(PROTOCOL):
+            return None
+        self._logbook.refused(request.remote or "?", "it speaks another protocol")
+        return web.Response(
+            status=426,
+            text=f"This manager speaks protocol {PROTOCOL} of Penstock and the peer speaks {spoken or 'none'}. "
+            "Install the same version of penstock on both machines.\n",
+        )
+
+    async def _agent(self, request: web.Request) -> web.StreamResponse:
+        refusal = self._other_protocol(request)
+        if refusal is not None:
+            return refusal
+        self._agents_seen += 1
+        name = f"agent-{self._agents_seen}"
+        manager = self.manager
+        socket = await self._open(request)
+        peer = self._peers[name] = _Peer(name, socket, request.transport, self.config)
+        cause = "the server's handler was ended"
+        try:
+            self._carry_out(manager.on_agent_connected(name, time.monotonic()))
+            cause = await self._listen(
+                peer,
+                socket,
+                lambda frame: manager.on_agent_frame(name, frame, time.monotonic()),
+                lambda cause: manager.on_agent_refused(name, cause, time.monotonic()),
+            )
+        finally:
+            del self._peers[name]
+            self._carry_out(manager.on_agent_lost(name, peer.closing_cause or cause, time.monotonic()))
+            await peer.finish()
+        return socket
+
+    async def _trainer(self, request: web.Request) -> web.StreamResponse:
+        refusal = self._other_protocol(request)
+        if refusal is not None:
+            return refusal
+        if TRAINER in self._peers:
+            self._logbook.refused(request.remote or "?", "a trainer is connected already")
+            return web.Response(
+                status=409,
+                text="A trainer is connected already, and a manager serves one at a time. "
+                "End the other run, or start a manager for this one.\n",
+            )
+        manager = self.manager
+        socket = self._socket(heartbeat=30.0)
+        # Taken before the first await, so that two trainers at once can't both find the place free.
+        peer = self._peers[TRAINER] = _Peer(TRAINER, socket, request.transport, self.config)
+        cause = "the server's handler was ended"
+        connected = False
+        try:
+            await socket.prepare(request)
+            connected = True
+            self._carry_out(manager.on_trainer_connected(time.monotonic()))
+            cause = await self._listen(
+                peer,
+                socket,
+                lambda frame: manager.on_trainer_frame(frame, time.monotonic()),
+                lambda cause: manager.on_trainer_refused(cause, time.monotonic()),
+            )
+        finally:
+            del self._peers[TRAINER]
+            if connected:
+                self._carry_out(manager.on_trainer_lost(peer.closing_cause or cause, time.monotonic()))
+            await peer.finish()
+        return socket
+
+    def _socket(self, heartbeat: float | None = None) -> web.WebSocketResponse:
+        return web.WebSocketResponse(
+            max_msg_size=self.config.manager.max_frame_bytes,
+            compress=False,
+            heartbeat=heartbeat,
+            timeout=self.config.close_s,
+        )
+
+    async def _open(self, request: web.Request) -> web.WebSocketResponse:
+        socket = self._socket()
+        await socket.prepare(request)
+        return socket
+
+    async def _listen(
+        self,
+        peer: _Peer,
+        socket: web.WebSocketResponse,
+        take: Callable[[FrameToManager], Decisions],
+        refuse: Callable[[str], Decisions],
+    ) -> str:
+        """Reads frames until the connection ends; returns why it did."""
+        limit = self.config.manager.max_frame_bytes
+        async for message in socket:
+            if message.type is WSMsgType.BINARY:
+                try:
+                    frame = decode_to_manager(message.data, limit)
+                except WireError as error:
+                    return self._hang_up(peer, refuse, str(error))
+                self._carry_out(take(frame))
+                if peer.closing_cause:
+                    break
+            elif message.type is WSMsgType.TEXT:
+                return self._hang_up(peer, refuse, "sent text, where frames are binary messages")
+            elif message.type is WSMsgType.ERROR:
+                broken = message.data
+                if isinstance(broken, WebSocketError) and broken.code == WSCloseCode.MESSAGE_TOO_BIG:
+                    return self._hang_up(peer, refuse, f"a frame is over the limit of {limit} bytes")
+                return f"the connection broke: {broken}"
+        code = socket.close_code
+        return "the connection was cut" if code in (None, WSCloseCode.ABNORMAL_CLOSURE) else f"closed with code {code}"
+
+    def _hang_up(self, peer: _Peer, refuse: Callable[[str], Decisions], cause: str) -> str:
+        self._carry_out(refuse(cause))
+        peer.close(cause)
+        return cause
+
+    # ---- operators
+
+    async def _instances(self, request: web.Request) -> web.Response:
+        return _json(operators.instances(self.manager, time.monotonic()))
+
+    async def _samples(self, request: web.Request) -> web.Response:
+        return _json(operators.samples(self.manager, time.monotonic()))
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        body = operators.metrics(self.manager, time.monotonic()).encode()
+        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _json(operators.health(self.manager))
+
+    # ---- decisions become bytes
+
+    async def _tick(self) -> None:
+        while True:
+            self._carry_out(self.manager.tick(time.monotonic()))
+            await asyncio.sleep(self.config.tick_s)
+
+    def _carry_out(self, decisions: Decisions) -> None:
+        for name, frame in decisions.frames:
+            peer = self._peers.get(name)
+            if peer is not None:
+                peer.put(encode(frame))
+        for name, cause in decisions.close:
+            peer = self._peers.get(name)
+            if peer is not None:
+                peer.close(cause)
+        for event in decisions.events:
+            self._logbook.take(event)
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

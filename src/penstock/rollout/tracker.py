@@ -1,0 +1,393 @@
+"""The only owner of every sample's state: queued, placed, running, moving, finished, failed.
+
+Decides which rows of a token frame count, when a sample is finished, and what becomes of the samples of an instance
+that is gone: they wait again, with their tokens as prefix. Refuses to know which instance should get a sample, what
+time it is and who listens.
+
+A lease stands for one placement of one sample on one instance and is never used twice; rows are taken only for a
+lease that is in force, on the instance that holds it, and only where they continue the sample's last token. So
+duplicates, gaps and late frames of a machine given up for dead change nothing.
+
+Frames are untrusted, and checked in two ranks:
+
+- A frame whose columns disagree, or that carries a weight version which its instance does not hold, is refused as a
+  whole with WireError, and changes nothing.
+- A row that is impossible in itself (token outside the vocabulary, log-probability not finite or above 0, more tokens
+  than allowed, a stop without a stop id, a finish by length before max_new_tokens) is refused alone, and changes
+  nothing. Its sample can't be continued by that engine, which is at another place than the tracker, so it is taken
+  away from it: see `Applied.stop`.
+
+A sample is given only to instances whose context holds its prompt and max_new_tokens. So an engine that ends one by
+length before that has run out of something that it had promised, and to believe it would pass a machine's limit off
+as the model's own verbosity: a sample's length must not depend on where it ran.
+
+A sample that is taken away `max_strikes` times without one new token in between is set aside as failed: what it is
+given to, it breaks. (Counted so, long samples on machines that vanish often are not.) An engine may also hand a
+sample back as ABORTED; that is no fault of the sample's, so only a long row of it without a token ends the same way.
+
+Tokens and log-probabilities are kept in one bytearray each, 8 bytes a token and the bytearray's spare room; spans of
+weight versions are run-length coded.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from penstock.errors import RolloutError, WireError
+from penstock.rollout.batch import Batch, TrackedSample
+from penstock.sample import Finish
+from penstock.wire import MAX_FRAME_BYTES, SubmitBatch, TokenFrame, column
+
+__all__ = ["Applied", "Evicted", "Tracker"]
+
+MAX_ABORTS = 16
+LOGPROB_SLACK = 1e-3
+"""A log-probability may be above 0 by this much: rounding in a low-precision softmax, not a lie."""
+INT32_MAX = 2**31 - 1
+
+_FINISHES = len(Finish)
+_ABORTED = int(Finish.ABORTED)
+_STOP = int(Finish.STOP)
+_LENGTH = int(Finish.LENGTH)
+_FAILED = int(Finish.FAILED)
+
+
+@dataclass(slots=True)
+class Applied:
+    """What a token frame changed."""
+
+    tokens: int = 0
+    """Output tokens accepted."""
+    finished: list[TrackedSample] = field(default_factory=list)
+    """Finished and failed samples, no longer the tracker's."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Rows refused, by cause."""
+    stop: list[int] = field(default_factory=list)
+    """Leases taken away from the instance, which still believes in them."""
+    moved: int = 0
+    """Samples that wait again, with their tokens as prefix."""
+    moved_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Evicted:
+    """What became of the samples of an instance."""
+
+    moved: int = 0
+    tokens_kept: int = 0
+    """Output tokens of the moved samples, none of which is generated again."""
+    finished: list[TrackedSample] = field(default_factory=list)
+    """Samples that turned out to be finished or were set aside as failed."""
+
+
+class Tracker:
+    """All samples of all open batches. `max_strikes`: see the module's text."""
+
+    def __init__(self, max_strikes: int = 3) -> None:
+        self._max_strikes = max_strikes
+        self._batches: dict[str, Batch] = {}
+        self._placed: dict[str, dict[int, TrackedSample]] = {}
+        self._last_lease = 0
+        self.tokens_accepted = 0
+        self.samples_finished = 0
+        self.samples_failed = 0
+
+    # ---- batches
+
+    def add_batch(self, frame: SubmitBatch, now: float, max_frame_bytes: int = MAX_FRAME_BYTES) -> Batch:
+        """Raises RolloutError for a name in use, WireError where the frame's columns make no sense."""
+        if frame.batch in self._batches:
+            raise RolloutError(f"batch {frame.batch!r} is already open; give each batch a name of its own")
+        batch = Batch.parse(frame, now, max_frame_bytes)
+        self._batches[batch.name] = batch
+        return batch
+
+    def batch(self, name: str) -> Batch | None:
+        return self._batches.get(name)
+
+    def batches(self) -> Iterator[Batch]:
+        """Open batches, oldest first."""
+        return iter(self._batches.values())
+
+    def remove_batch(self, name: str) -> dict[str, list[int]]:
+        """Forgets a batch with all its samples. Returns the leases that were in force, by instance.
+
+        What it made of progress counts for the batches behind it, which had to wait for it.
+        """
+        removed = self._batches.pop(name)
+        for batch in self._batches.values():
+            if batch.submitted_at >= removed.submitted_at:
+                batch.progress_at = max(batch.progress_at, removed.progress_at)
+        stopped: dict[str, list[int]] = {}
+        for instance, placed in self._placed.items():
+            leases = [lease for lease, sample in placed.items() if sample.batch.name == name]
+            for lease in leases:
+                del placed[lease]
+            if leases:
+                stopped[instance] = leases
+        return stopped
+
+    # ---- placing
+
+    def place(self, batch: Batch, instance: str) -> TrackedSample | None:
+        """Gives the batch's next waiting sample to `instance` under a new lease: moved ones first, prompts in order.
+
+        None where nothing of the batch waits.
+        """
+        sample = batch.next_waiting()
+        if sample is None:
+            return None
+        self._last_lease += 1
+        sample.lease = self._last_lease
+        sample.instance = instance
+        sample.placed_length = sample.length
+        batch.placed += 1
+        self._placed.setdefault(instance, {})[sample.lease] = sample
+        return sample
+
+    def leases_of(self, instance: str) -> int:
+        """Samples that are with an instance now."""
+        placed = self._placed.get(instance)
+        return len(placed) if placed else 0
+
+    def versions_wanted_of(self, instance: str) -> set[int]:
+        """Weight versions of the batches whose samples are with an instance now."""
+        return {sample.batch.version for sample in self._placed.get(instance, {}).values()}
+
+    def samples_of(self, instance: str) -> Iterator[TrackedSample]:
+        return iter(self._placed.get(instance, {}).values())
+
+    # ---- tokens
+
+    def apply(
+        self, instance: str, frame: TokenFrame, versions: Collection[int], vocab_size: int, now: float
+    ) -> Applied:
+        """Takes the rows of a frame that are in order.
+
+        `versions`: weight versions that the instance may have drawn with. `vocab_size` 0: unknown. Raises WireError
+        for a frame that is wrong as a whole; then nothing has changed.
+        """
+        leases, starts, counts = _checked_columns(frame, versions)
+        finishes, token_ids, logprobs, version = frame.finishes, frame.token_ids, frame.logprobs, frame.version
+        bad_values = _bad_rows(token_ids, logprobs, counts, vocab_size)
+        applied = Applied()
+        placed = self._placed.get(instance, {})
+        find = placed.get
+        touched: set[Batch] = set()
+        begin = 0
+        for row, lease, start, count, finish in zip(range(len(leases)), leases, starts, counts, finishes, strict=True):
+            end = begin + 4 * count
+            sample = find(lease)
+            if sample is None:
+                applied.refused["no such lease is in force"] += 1
+            elif start != sample.length or start + count > sample.limit or finish or (bad_values and row in bad_values):
+                cause = _row_fault(sample, start, count, finish, token_ids[end - 4 : end], bad_values.get(row, ""))
+                if cause:
+                    applied.refused[cause] += 1
+                    # A repetition of what is known is harmless, and what comes next may be in order again.
+                    if finish or start + count > sample.length or start == sample.length:
+                        self._take_back(placed, sample, cause, applied)
+                else:
+                    if count:
+                        sample.append(token_ids[begin:end], logprobs[begin:end], count, version)
+                        sample.batch.tokens += count
+                        applied.tokens += count
+                        touched.add(sample.batch)
+                    if finish:
+                        self._end(placed, sample, finish, frame.causes.get(row, ""), applied)
+            elif count:
+                # The common row: more tokens of a sample that goes on. `sample.append` written out, for speed.
+                sample.tokens += token_ids[begin:end]
+                sample.logprobs += logprobs[begin:end]
+                sample.length = start + count
+                if sample.version != version:
+                    sample.begin_span(version, start)
+                sample.batch.tokens += count
+                applied.tokens += count
+                touched.add(sample.batch)
+            begin = end
+        for batch in touched:
+            batch.progress_at = now
+        self.tokens_accepted += applied.tokens
+        return applied
+
+    def evict(self, instance: str, cause: str, suspects: int = 0) -> Evicted:
+        """Takes every sample away from an instance that is gone; they wait again, before the batch's fresh ones.
+
+        The first `suspects` of them (as many as the instance ran at once) get a strike unless they made progress:
+        one of them may be what broke it. 0 where the instance left in good order.
+        """
+        evicted = Evicted()
+        placed = self._placed.pop(instance, {})
+        # Last first, since each goes to the front of its batch's waiting samples.
+        for position, sample in reversed(list(enumerate(placed.values()))):
+            length = sample.length
+            if self._take_away(sample, cause, strike=position < suspects, finished=evicted.finished):
+                evicted.moved += 1
+                evicted.tokens_kept += length
+        evicted.finished.reverse()
+        return evicted
+
+    # ---- counts
+
+    def state_counts(self, batch: Batch) -> dict[str, int]:
+        """Samples of an open batch by state. Walks the placed samples: for people, not for every frame."""
+        running = sum(
+            sample.length > sample.placed_length
+            for placed in self._placed.values()
+            for sample in placed.values()
+            if sample.batch is batch
+        )
+        return {
+            "queued": batch.fresh,
+            "placed": batch.placed - running,
+            "running": running,
+            "moving": len(batch.moved),
+            "finished": batch.finished,
+            "failed": batch.failed,
+        }
+
+    @property
+    def queued(self) -> int:
+        """Samples of all open batches that wait for an instance."""
+        return sum(batch.waiting for batch in self._batches.values())
+
+    @property
+    def placed(self) -> int:
+        """Samples of all open batches that are with an instance."""
+        return sum(batch.placed for batch in self._batches.values())
+
+    # ---- within
+
+    def _take_back(self, placed: dict[int, TrackedSample], sample: TrackedSample, cause: str, applied: Applied) -> None:
+        """Takes a sample from an instance that is there and still believes in the lease."""
+        del placed[sample.lease]
+        applied.stop.append(sample.lease)
+        self._requeue(sample, f"{sample.instance}: {cause}", applied, strike=True)
+
+    def _requeue(self, sample: TrackedSample, cause: str, applied: Applied, strike: bool) -> None:
+        if self._take_away(sample, cause, strike, applied.finished):
+            applied.moved += 1
+            applied.moved_tokens += sample.length
+
+    def _end(
+        self, placed: dict[int, TrackedSample], sample: TrackedSample, finish: int, cause: str, applied: Applied
+    ) -> None:
+        del placed[sample.lease]
+        if finish == _ABORTED:
+            cause = f"{sample.instance} aborted it" + (f": {cause}" if cause else "")
+            sample.aborts = sample.aborts + 1 if sample.length == sample.placed_length else 0
+            if sample.aborts < MAX_ABORTS:
+                self._requeue(sample, cause, applied, strike=False)
+                return
+            cause = f"handed back {sample.aborts} times without a new token; the last time: {cause}"
+            finish = _FAILED
+        sample.batch.placed -= 1
+        if finish == _FAILED:
+            self._fail(sample, f"{sample.instance}: {cause or 'the engine gave no cause'}", applied.finished)
+        else:
+            self._finish(sample, Finish(finish), applied.finished)
+
+    def _take_away(self, sample: TrackedSample, cause: str, strike: bool, finished: list[TrackedSample]) -> bool:
+        """Back to its batch; True where it waits again, False where it is finished or failed."""
+        sample.batch.placed -= 1
+        if sample.length >= sample.limit:
+            self._finish(sample, Finish.LENGTH, finished)
+            return False
+        if sample.length and int.from_bytes(sample.tokens[-4:], "little") in sample.batch.stop_ids:
+            self._finish(sample, Finish.STOP, finished)
+            return False
+        if sample.length > sample.placed_length:
+            sample.strikes = 0
+        elif strike:
+            sample.strikes += 1
+        if sample.strikes >= self._max_strikes:
+            self._fail(
+                sample, f"taken back {sample.strikes} times without a new token; the last time: {cause}", finished
+            )
+            return False
+        sample.lease = 0
+        sample.instance = ""
+        sample.batch.moved.appendleft(sample)
+        return True
+
+    def _finish(self, sample: TrackedSample, finish: Finish, finished: list[TrackedSample]) -> None:
+        sample.finish = finish
+        sample.batch.finished += 1
+        self.samples_finished += 1
+        finished.append(sample)
+
+    def _fail(self, sample: TrackedSample, cause: str, finished: list[TrackedSample]) -> None:
+        sample.finish = Finish.FAILED
+        sample.cause = cause
+        sample.batch.failed += 1
+        self.samples_failed += 1
+        finished.append(sample)
+
+
+def _checked_columns(frame: TokenFrame, versions: Collection[int]) -> tuple[list[int], list[int], list[int]]:
+    """Leases, starts and counts of a frame whose columns agree; WireError otherwise."""
+    if frame.version not in versions:
+        held = ", ".join(map(str, sorted(versions))) or "none"
+        raise WireError(f"tokens of weight version {frame.version} from an instance that holds: {held}")
+    leases = column(frame.leases, "Q").tolist()
+    rows = len(leases)
+    starts = column(frame.starts, "I", rows).tolist()
+    counts = column(frame.counts, "I", rows).tolist()
+    column(frame.finishes, "B", rows)
+    if rows and max(frame.finishes) >= _FINISHES:
+        raise WireError(f"a finish of {max(frame.finishes)}; the last one known is {_FINISHES - 1}")
+    tokens = sum(counts)
+    column(frame.token_ids, "i", tokens)
+    column(frame.logprobs, "f", tokens)
+    return leases, starts, counts
+
+
+def _bad_rows(token_ids: bytes, logprobs: bytes, counts: list[int], vocab_size: int) -> dict[int, str]:
+    """Rows with an impossible token or log-probability, with the cause; usually none, found out at C speed.
+
+    Ids are read as unsigned, so that one maximum finds negative ones too; a sum is finite only if all terms are.
+    """
+    if not token_ids:
+        return {}
+    top = vocab_size or INT32_MAX + 1
+    ids = memoryview(token_ids).cast("I").tolist()
+    values = memoryview(logprobs).cast("f").tolist()
+    if max(ids) < top and max(values) <= LOGPROB_SLACK and math.isfinite(sum(values)):
+        return {}
+    bad: dict[int, str] = {}
+    begin = 0
+    for row, count in enumerate(counts):
+        end = begin + count
+        for token, value in zip(ids[begin:end], values[begin:end], strict=True):
+            if token >= top:
+                signed = array("i", array("I", [token]).tobytes())[0]
+                bad[row] = f"token id {signed} is outside the vocabulary of {top}"
+            elif not (math.isfinite(value) and value <= LOGPROB_SLACK):
+                bad[row] = f"a log-probability of {value}"
+        begin = end
+    return bad
+
+
+def _row_fault(sample: TrackedSample, start: int, count: int, finish: int, last_token: bytes, bad_value: str) -> str:
+    """Why a row of a lease in force can't be taken; empty where it can."""
+    length = sample.length
+    if start > length:
+        return "a gap: the row starts beyond the sample's last token"
+    if start < length:
+        return "a repetition: the row starts before the sample's last token"
+    if bad_value:
+        return bad_value
+    if start + count > sample.limit:
+        return f"more than max_new_tokens = {sample.limit} tokens"
+    if finish == _STOP:
+        token = last_token if count else bytes(sample.tokens[-4:])
+        if not token or int.from_bytes(token, "little") not in sample.batch.stop_ids:
+            return "finished by STOP though its last token is no stop id"
+    elif finish == _LENGTH and start + count < sample.limit:
+        return "finished by LENGTH before max_new_tokens"
+    return ""
