@@ -1,0 +1,217 @@
+"""Pure parts of a pull: how a version is cut in chunks, what a manifest must satisfy, which chunk is fetched next.
+
+Decides nothing about sockets, threads or time. A manifest comes from a network and is believed only after
+`check_manifest`; bytes are believed only after `check_chunk` and `check_tensors`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import accumulate
+from math import prod
+
+from penstock.errors import MissingExtra, WeightError
+from penstock.weights.manifest import ChunkEntry, Manifest, TensorEntry
+
+Bytes = bytes | bytearray | memoryview
+
+DTYPE_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+}
+"""Bytes of one element, by the names of the safetensors format."""
+
+CODECS = ("raw",)
+"""Codecs that a puller of this version can decode."""
+
+MAX_TENSORS = 1_000_000
+MAX_CHUNKS = 1_000_000
+MAX_CHUNK_BYTES = 1 << 30
+MAX_DIMENSIONS = 32
+
+
+@cache
+def _xxh3() -> Callable[[Bytes], int]:
+    try:
+        from xxhash import xxh3_64_intdigest
+    except ImportError as error:
+        raise MissingExtra("xxhash", "engine", "the checksum of model weights") from error
+    return xxh3_64_intdigest
+
+
+def digest(data: Bytes) -> int:
+    """xxh3-64 of `data`. Raises MissingExtra where xxhash is not installed."""
+    return _xxh3()(data)
+
+
+def cut(nbytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
+    """Cuts a stream of `nbytes` in (offset, length) ranges of at most `chunk_bytes`; an empty stream has none."""
+    return [(offset, min(chunk_bytes, nbytes - offset)) for offset in range(0, nbytes, chunk_bytes)]
+
+
+def tensor_offsets(tensors: Iterable[TensorEntry]) -> list[int]:
+    """Where each tensor begins in the version's byte stream, with the total at the end."""
+    return list(accumulate((tensor.nbytes for tensor in tensors), initial=0))
+
+
+def check_tensor(tensor: TensorEntry) -> None:
+    """Refuses an entry whose size is not that of its dtype and shape. Raises WeightError."""
+    if not tensor.name:
+        raise WeightError("a tensor has no name")
+    size = DTYPE_BYTES.get(tensor.dtype)
+    if size is None:
+        raise WeightError(f"tensor {tensor.name} has the unknown dtype {tensor.dtype!r}; known: {_names(DTYPE_BYTES)}")
+    if len(tensor.shape) > MAX_DIMENSIONS or any(length < 0 for length in tensor.shape):
+        raise WeightError(f"tensor {tensor.name} has the impossible shape {list(tensor.shape[:MAX_DIMENSIONS])}")
+    expected = prod(tensor.shape) * size
+    if tensor.nbytes != expected:
+        raise WeightError(
+            f"tensor {tensor.name} of dtype {tensor.dtype} and shape {list(tensor.shape)} needs {expected} bytes, "
+            f"and the manifest gives it {tensor.nbytes}"
+        )
+
+
+def check_manifest(manifest: Manifest, version: int, max_bytes: int) -> None:
+    """Checks an untrusted manifest in itself before anything is allocated for it.
+
+    Raises WeightError where it is of another version, uses an unknown codec or a base, is over `max_bytes`, or
+    where sizes, shapes and chunk ranges don't fit together.
+    """
+    if manifest.version != version:
+        raise WeightError(f"asked for weight version {version} and got the manifest of version {manifest.version}")
+    if manifest.codec not in CODECS:
+        raise WeightError(
+            f"weight version {version} is coded as {manifest.codec!r}, which this build of Penstock does not know "
+            f"(known: {_names(CODECS)}); use the same version of Penstock on both sides"
+        )
+    if manifest.base is not None:
+        raise WeightError(f"weight version {version} is a difference to version {manifest.base}; only full versions go")
+    if len(manifest.tensors) > MAX_TENSORS or len(manifest.chunks) > MAX_CHUNKS:
+        raise WeightError(
+            f"the manifest of version {version} lists {len(manifest.tensors)} tensors and {len(manifest.chunks)} "
+            f"chunks; at most {MAX_TENSORS} and {MAX_CHUNKS} are taken"
+        )
+    names: set[str] = set()
+    for tensor in manifest.tensors:
+        check_tensor(tensor)
+        if tensor.name in names:
+            raise WeightError(f"the manifest of version {version} lists tensor {tensor.name} twice")
+        names.add(tensor.name)
+    if manifest.raw_nbytes > max_bytes:
+        raise WeightError(f"weight version {version} is {manifest.raw_nbytes} bytes, over the limit of {max_bytes}")
+    _check_chunks(manifest)
+
+
+def _check_chunks(manifest: Manifest) -> None:
+    position = 0
+    for index, chunk in enumerate(manifest.chunks):
+        if chunk.offset != position:
+            raise WeightError(f"chunk {index} of version {manifest.version} begins at {chunk.offset}, not {position}")
+        if not 0 < chunk.raw_nbytes <= MAX_CHUNK_BYTES:
+            raise WeightError(f"chunk {index} of version {manifest.version} has {chunk.raw_nbytes} bytes")
+        if chunk.nbytes != chunk.raw_nbytes:
+            raise WeightError(
+                f"chunk {index} of version {manifest.version} is raw, and has {chunk.nbytes} bytes on the wire "
+                f"for {chunk.raw_nbytes}"
+            )
+        position += chunk.raw_nbytes
+    if position != manifest.raw_nbytes:
+        raise WeightError(
+            f"the chunks of version {manifest.version} hold {position} bytes and its tensors {manifest.raw_nbytes}"
+        )
+
+
+def check_chunk(chunk: ChunkEntry, data: Bytes) -> bool:
+    """Whether the bytes that came are those that the manifest promises."""
+    return digest(data) == chunk.xxh3
+
+
+def split_tensors(manifest: Manifest, stream: memoryview) -> dict[str, memoryview]:
+    """The version's byte stream as one read-only view for each tensor, without copying."""
+    offsets = tensor_offsets(manifest.tensors)
+    frozen = stream.toreadonly()
+    return {tensor.name: frozen[start : start + tensor.nbytes] for tensor, start in zip(manifest.tensors, offsets[:-1])}
+
+
+def check_tensors(manifest: Manifest, tensors: dict[str, memoryview]) -> None:
+    """The last word before a swap: every tensor's own checksum. Raises WeightError naming the tensor."""
+    for tensor in manifest.tensors:
+        found = digest(tensors[tensor.name])
+        if found != tensor.xxh3:
+            raise WeightError(
+                f"tensor {tensor.name} of weight version {manifest.version} does not verify: checksum {found:016x}, "
+                f"expected {tensor.xxh3:016x}"
+            )
+
+
+class ChunkQueue:
+    """Which chunk a connection fetches next, for any number of connections.
+
+    A chunk is pending, taken, or done. One that came wrong goes back at most `retries` times; one whose
+    connection broke goes back without being counted, since the pull's deadline bounds that.
+    """
+
+    def __init__(self, chunks: int, retries: int) -> None:
+        self._pending = deque(range(chunks))
+        self._taken: set[int] = set()
+        self._bad: dict[int, int] = {}
+        self._left = chunks
+        self._chunks = chunks
+        self._retries = retries
+
+    @property
+    def chunks(self) -> int:
+        return self._chunks
+
+    @property
+    def left(self) -> int:
+        """Chunks that are not done."""
+        return self._left
+
+    @property
+    def refetched(self) -> int:
+        """Chunks that came wrong, counted each time."""
+        return sum(self._bad.values())
+
+    def take(self) -> int | None:
+        """The next chunk to fetch, or None where every chunk is taken or done."""
+        if not self._pending:
+            return None
+        index = self._pending.popleft()
+        self._taken.add(index)
+        return index
+
+    def done(self, index: int) -> None:
+        self._taken.remove(index)
+        self._left -= 1
+
+    def put_back(self, index: int) -> None:
+        """Its connection broke before it was whole."""
+        self._taken.remove(index)
+        self._pending.appendleft(index)
+
+    def bad(self, index: int) -> None:
+        """It came whole and does not verify. Raises WeightError once it has been fetched too often."""
+        self._bad[index] = self._bad.get(index, 0) + 1
+        if self._bad[index] > self._retries:
+            raise WeightError(f"chunk {index} came with a wrong checksum {self._bad[index]} times")
+        self.put_back(index)
+
+
+def _names(known: Iterable[str]) -> str:
+    return ", ".join(known)

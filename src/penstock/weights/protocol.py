@@ -1,0 +1,162 @@
+"""What a weight store and a puller say to each other; pure: messages, their coding, and the proof of the token.
+
+Order on a connection: Hello, Challenge, Proof, Accepted; then any number of requests, each answered in turn. A
+message is a msgpack map behind its length as uint32 (big-endian). ManifestReply and ChunkReply are followed by
+`nbytes` bytes without a frame of their own, so that a chunk goes from the store's buffer to the puller's without
+being copied in between.
+
+Both sides prove that they hold the run's token (HMAC-SHA256 over both nonces, RFC 2104); the token itself is never
+sent. Bytes are not encrypted: on a network that is not trusted, tunnel the port.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from typing import TypeVar
+
+import msgspec
+
+from penstock.errors import AuthError, FrameTooLarge, ProtocolMismatch, WeightError, WireError
+
+MAGIC = "penstock-weights"
+PROTOCOL = 1
+NONCE_BYTES = 32
+MAX_MESSAGE_BYTES = 16 * 1024
+MAX_MANIFEST_BYTES = 64 * 1024 * 1024
+LENGTH = struct.Struct(">I")
+
+
+class LinkLost(WeightError):
+    """The connection to a store broke or stalled; another try may succeed."""
+
+
+class NoSuchVersion(WeightError):
+    """The store does not hold the version asked for."""
+
+
+class TokenRefused(WeightError, AuthError):
+    """The other side does not hold the same token."""
+
+
+class OtherProtocol(WeightError, ProtocolMismatch):
+    """The other side speaks another version of the weight protocol."""
+
+
+class BadMessage(WeightError, WireError):
+    """The other side sent something that is not a message of this protocol."""
+
+
+class BadLength(WeightError, FrameTooLarge):
+    """The other side announced a message over the size limit."""
+
+
+class _Message(msgspec.Struct, kw_only=True, tag_field="type"):
+    pass
+
+
+class Hello(_Message, tag="hello"):
+    magic: str
+    protocol: int
+    nonce: bytes
+
+
+class Challenge(_Message, tag="challenge"):
+    protocol: int
+    nonce: bytes
+
+
+class Proof(_Message, tag="proof"):
+    mac: bytes
+
+
+class Accepted(_Message, tag="accepted"):
+    mac: bytes
+    """The store's own proof."""
+
+
+class GetManifest(_Message, tag="get_manifest"):
+    version: int
+
+
+class GetChunk(_Message, tag="get_chunk"):
+    version: int
+    index: int
+
+
+class ManifestReply(_Message, tag="manifest"):
+    nbytes: int
+    xxh3: int
+
+
+class ChunkReply(_Message, tag="chunk"):
+    nbytes: int
+
+
+class Refused(_Message, tag="refused"):
+    kind: str
+    """protocol | token | version | request | busy"""
+    message: str
+
+
+ToStore = Hello | Proof | GetManifest | GetChunk
+FromStore = Challenge | Accepted | ManifestReply | ChunkReply | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_to_store: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)
+_from_store: msgspec.msgpack.Decoder[FromStore] = msgspec.msgpack.Decoder(FromStore)
+
+M = TypeVar("M")
+
+
+def encode_message(message: ToStore | FromStore) -> bytes:
+    """The message behind its length."""
+    body = _encoder.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def message_length(header: bytes | bytearray | memoryview, limit_bytes: int = MAX_MESSAGE_BYTES) -> int:
+    """Length of the message behind `header`. Raises BadLength before a byte of it is read."""
+    (length,) = LENGTH.unpack(header)
+    if length > limit_bytes:
+        raise BadLength(f"a weight message announces {length} bytes; the limit is {limit_bytes}")
+    return int(length)
+
+
+def decode_to_store(data: bytes | memoryview) -> ToStore:
+    return _decode(_to_store, data, "for a weight store")
+
+
+def decode_from_store(data: bytes | memoryview) -> FromStore:
+    return _decode(_from_store, data, "of a weight store")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes | memoryview, whose: str) -> M:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise BadMessage(f"{len(data)} bytes are not a message {whose}: {error}") from error
+
+
+def prove(token: str, side: str, puller_nonce: bytes, store_nonce: bytes) -> bytes:
+    """Proof of `token` by `side` ("puller" or "store"); the side's name keeps a proof from being played back."""
+    message = b"\0".join((MAGIC.encode(), side.encode(), puller_nonce, store_nonce))
+    return hmac.digest(token.encode(), message, hashlib.sha256)
+
+
+def proven(token: str, side: str, puller_nonce: bytes, store_nonce: bytes, mac: bytes) -> bool:
+    """Whether `mac` is that proof; in constant time."""
+    return hmac.compare_digest(prove(token, side, puller_nonce, store_nonce), mac)
+
+
+def refusal(refused: Refused, source: str) -> WeightError:
+    """The error for a store's refusal."""
+    text = f"the weight store at {source} refused: {refused.message}"
+    kinds: dict[str, type[WeightError]] = {
+        "protocol": OtherProtocol,
+        "token": TokenRefused,
+        "version": NoSuchVersion,
+        "busy": LinkLost,
+    }
+    return kinds.get(refused.kind, WeightError)(text)

@@ -1,0 +1,251 @@
+"""The pure parts of a pull: manifests that lie, chunks that don't verify, and who fetches what."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from penstock.errors import FrameTooLarge, WeightError, WireError
+from penstock.weights import ChunkEntry, Manifest, TensorEntry, decode_manifest, encode_manifest
+from penstock.weights.plan import (
+    ChunkQueue,
+    check_chunk,
+    check_manifest,
+    check_tensors,
+    cut,
+    digest,
+    split_tensors,
+    tensor_offsets,
+)
+from penstock.weights.protocol import (
+    LENGTH,
+    MAX_MESSAGE_BYTES,
+    GetChunk,
+    decode_to_store,
+    encode_message,
+    message_length,
+    prove,
+    proven,
+)
+from penstock.weights.tcp import format_address, parse_address
+
+
+def manifest_of(stream: bytes = bytes(range(24)), chunk_bytes: int = 10) -> Manifest:
+    """Version 7: "a" of 3 float32, then "b" of 2 x 3 bfloat16."""
+    return Manifest(
+        run="run",
+        version=7,
+        codec="raw",
+        base=None,
+        config_json="{}",
+        tensors=(
+            TensorEntry(name="a", dtype="F32", shape=(3,), nbytes=12, xxh3=digest(stream[:12])),
+            TensorEntry(name="b", dtype="BF16", shape=(2, 3), nbytes=12, xxh3=digest(stream[12:])),
+        ),
+        chunks=tuple(
+            ChunkEntry(offset=start, nbytes=size, raw_nbytes=size, xxh3=digest(stream[start : start + size]))
+            for start, size in cut(24, chunk_bytes)
+        ),
+    )
+
+
+def with_tensor(**changes: object) -> Callable[[Manifest], Manifest]:
+    return lambda m: msgspec.structs.replace(
+        m, tensors=(msgspec.structs.replace(m.tensors[0], **changes), m.tensors[1])
+    )
+
+
+def with_chunk(**changes: object) -> Callable[[Manifest], Manifest]:
+    return lambda m: msgspec.structs.replace(m, chunks=(msgspec.structs.replace(m.chunks[0], **changes), *m.chunks[1:]))
+
+
+def with_field(**changes: object) -> Callable[[Manifest], Manifest]:
+    return lambda m: msgspec.structs.replace(m, **changes)
+
+
+def test_an_honest_manifest_passes() -> None:
+    check_manifest(decode_manifest(encode_manifest(manifest_of())), 7, max_bytes=24)
+
+
+@pytest.mark.parametrize(
+    ("lie", "named"),
+    [
+        (with_field(version=8), "version 8"),
+        (with_field(codec="zstd"), "'zstd'"),
+        (with_field(base=6), "difference to version 6"),
+        (with_field(chunks=()), "hold 0 bytes"),
+        (with_tensor(shape=(4,)), "needs 16 bytes"),
+        (with_tensor(shape=(1 << 60, 1 << 60)), "needs"),
+        (with_tensor(shape=(-3,)), "impossible shape"),
+        (with_tensor(shape=(1,) * 33), "impossible shape"),
+        (with_tensor(dtype="F31"), "'F31'"),
+        (with_tensor(nbytes=8), "needs 12 bytes"),
+        (with_tensor(name="b"), "lists tensor b twice"),
+        (with_tensor(name=""), "no name"),
+        (with_chunk(offset=1), "begins at 1"),
+        (with_chunk(offset=-1), "begins at -1"),
+        (with_chunk(raw_nbytes=0, nbytes=0), "has 0 bytes"),
+        (with_chunk(raw_nbytes=-10, nbytes=-10), "has -10 bytes"),
+        (with_chunk(raw_nbytes=1 << 40), "bytes"),
+        (with_chunk(nbytes=9), "has 9 bytes on the wire"),
+        (with_chunk(nbytes=9, raw_nbytes=9), "begins at 10"),
+    ],
+)
+def test_a_manifest_that_lies_is_refused_by_name(lie: Callable[[Manifest], Manifest], named: str) -> None:
+    with pytest.raises(WeightError, match=named):
+        check_manifest(lie(manifest_of()), 7, max_bytes=1 << 20)
+
+
+def test_a_version_over_the_limit_is_refused_before_anything_is_allocated() -> None:
+    with pytest.raises(WeightError, match="24 bytes, over the limit of 23"):
+        check_manifest(manifest_of(), 7, max_bytes=23)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_make_the_parser_do_more_than_refuse(data: bytes) -> None:
+    try:
+        check_manifest(decode_manifest(data), 7, max_bytes=1 << 20)
+    except WeightError:
+        return
+    raise AssertionError("random bytes passed for a manifest")
+
+
+@given(st.integers(0, 300), st.integers(1, 100))
+def test_cuts_cover_a_stream_without_gap_or_overlap(nbytes: int, chunk_bytes: int) -> None:
+    ranges = cut(nbytes, chunk_bytes)
+    assert sum(size for _, size in ranges) == nbytes
+    assert all(0 < size <= chunk_bytes for _, size in ranges)
+    assert [start for start, _ in ranges] == [sum(size for _, size in ranges[:k]) for k in range(len(ranges))]
+
+
+def test_a_stream_is_split_into_read_only_tensors_in_manifest_order() -> None:
+    stream = bytearray(range(24))
+    tensors = split_tensors(manifest_of(), memoryview(stream))
+    assert {name: bytes(view) for name, view in tensors.items()} == {"a": stream[:12], "b": stream[12:]}
+    assert all(view.readonly for view in tensors.values())
+    assert tensor_offsets(manifest_of().tensors) == [0, 12, 24]
+    check_tensors(manifest_of(), tensors)
+
+
+def test_one_flipped_bit_is_found_in_its_chunk_and_in_its_tensor() -> None:
+    manifest = manifest_of()
+    stream = bytearray(range(24))
+    stream[13] ^= 1
+    chunks = [memoryview(stream)[c.offset : c.offset + c.raw_nbytes] for c in manifest.chunks]
+    assert [check_chunk(c, data) for c, data in zip(manifest.chunks, chunks, strict=True)] == [True, False, True]
+    with pytest.raises(WeightError, match="tensor b of weight version 7"):
+        check_tensors(manifest, split_tensors(manifest, memoryview(stream)))
+
+
+class ChunkQueueMachine(RuleBasedStateMachine):
+    """Any number of connections that finish, break and fetch garbage: no chunk is lost, none is fetched by two."""
+
+    CHUNKS = 7
+    RETRIES = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = ChunkQueue(self.CHUNKS, self.RETRIES)
+        self.taken: list[int] = []
+        self.finished: set[int] = set()
+        self.wrong: dict[int, int] = {}
+        self.random = random.Random(0)
+
+    def _one(self) -> int:
+        return self.taken.pop(self.random.randrange(len(self.taken)))
+
+    @rule()
+    def take(self) -> None:
+        index = self.queue.take()
+        if index is None:
+            assert len(self.taken) + len(self.finished) == self.CHUNKS
+        else:
+            assert index not in self.taken
+            assert index not in self.finished
+            self.taken.append(index)
+
+    @precondition(lambda self: self.taken)
+    @rule()
+    def done(self) -> None:
+        index = self._one()
+        self.queue.done(index)
+        self.finished.add(index)
+
+    @precondition(lambda self: self.taken)
+    @rule()
+    def put_back(self) -> None:
+        self.queue.put_back(self._one())
+
+    @precondition(lambda self: any(self.wrong.get(index, 0) < self.RETRIES for index in self.taken))
+    @rule()
+    def bad(self) -> None:
+        index = next(index for index in self.taken if self.wrong.get(index, 0) < self.RETRIES)
+        self.taken.remove(index)
+        self.wrong[index] = self.wrong.get(index, 0) + 1
+        self.queue.bad(index)
+
+    @precondition(lambda self: any(self.wrong.get(index, 0) == self.RETRIES for index in self.taken))
+    @rule()
+    def bad_once_too_often(self) -> None:
+        index = next(index for index in self.taken if self.wrong.get(index, 0) == self.RETRIES)
+        with pytest.raises(WeightError, match=f"chunk {index} came with a wrong checksum"):
+            self.queue.bad(index)
+        # The pull has failed; go on as if it had ended well, to keep the machine's other rules meaningful.
+        self.taken.remove(index)
+        self.queue.done(index)
+        self.finished.add(index)
+
+    @invariant()
+    def what_is_left_is_what_is_not_finished(self) -> None:
+        assert self.queue.left == self.CHUNKS - len(self.finished)
+
+
+TestChunkQueue = ChunkQueueMachine.TestCase
+
+
+def test_messages_carry_their_length_and_come_back() -> None:
+    message = GetChunk(version=3, index=5)
+    data = encode_message(message)
+    assert message_length(data[: LENGTH.size]) == len(data) - LENGTH.size
+    assert decode_to_store(data[LENGTH.size :]) == message
+
+
+def test_a_message_over_the_limit_is_refused_by_its_length_alone() -> None:
+    with pytest.raises(FrameTooLarge, match=f"announces {MAX_MESSAGE_BYTES + 1} bytes"):
+        message_length(LENGTH.pack(MAX_MESSAGE_BYTES + 1))
+
+
+@given(st.binary(max_size=60))
+def test_bytes_that_are_no_message_are_a_wire_error(data: bytes) -> None:
+    try:
+        decode_to_store(data)
+    except WireError:
+        return
+    raise AssertionError("random bytes passed for a message")
+
+
+def test_a_proof_holds_for_one_token_one_side_and_one_pair_of_nonces() -> None:
+    proof = prove("token", "puller", b"p" * 32, b"s" * 32)
+    assert proven("token", "puller", b"p" * 32, b"s" * 32, proof)
+    assert not proven("tokem", "puller", b"p" * 32, b"s" * 32, proof)
+    assert not proven("token", "store", b"p" * 32, b"s" * 32, proof)
+    assert not proven("token", "puller", b"p" * 32, b"t" * 32, proof)
+    assert not proven("token", "puller", b"q" * 32, b"s" * 32, proof)
+    assert not proven("token", "puller", b"p" * 32, b"s" * 32, b"")
+
+
+@pytest.mark.parametrize("address", [("10.0.0.1", 80), ("::1", 65535), ("trainer.example", 1)])
+def test_addresses_are_read_as_they_are_written(address: tuple[str, int]) -> None:
+    assert parse_address(format_address(*address)) == address
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:0", "host:65536", "host:x", "host:-1"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(WeightError, match="expected host:port"):
+        parse_address(text)
