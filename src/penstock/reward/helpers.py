@@ -1,0 +1,123 @@
+"""Threads that run sync calls which have a deadline: a caller can leave, the thread can't be stopped.
+
+A call takes an idle thread or starts one, so nested calls never wait for each other. Decides only who runs; a thread
+whose caller left is `abandoned` until its function returns, and past `MOST_ABANDONED` of them no more calls are taken.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from penstock.errors import RewardError
+
+__all__ = ["MOST_ABANDONED", "Helpers", "TooLate"]
+
+MOST_ABANDONED = 64
+IDLE_S = 10.0
+"""A thread with nothing to do for so long ends."""
+
+
+class TooLate(Exception):
+    """The function had not returned when its time was up."""
+
+
+class _Work:
+    __slots__ = ("abandoned", "context", "done", "error", "finished", "function", "value")
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+        self.context = contextvars.copy_context()
+        self.done = threading.Lock()
+        self.done.acquire()
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.abandoned = False
+        self.finished = False
+
+
+class _Helper(threading.Thread):
+    def __init__(self, owner: Helpers) -> None:
+        super().__init__(daemon=True, name="penstock-helper")
+        self.owner = owner
+        self.work: _Work | None = None
+        self.ready = threading.Lock()
+        self.ready.acquire()
+
+    def run(self) -> None:
+        while self.ready.acquire(timeout=IDLE_S) or not self.owner.retire(self):
+            work, self.work = self.work, None
+            if work is None:
+                continue
+            try:
+                work.value = work.context.run(work.function)
+            except BaseException as error:  # noqa: BLE001 - carried to the caller, who raises it
+                work.error = error
+            self.owner.idle(self, work)
+            work.done.release()
+            del work
+
+
+class Helpers:
+    """All helper threads of a process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[_Helper] = []
+        self.abandoned = 0
+
+    def idle(self, helper: _Helper, work: _Work) -> None:
+        """A helper has finished its work."""
+        with self._lock:
+            self._idle.append(helper)
+            work.finished = True
+            if work.abandoned:
+                self.abandoned -= 1
+
+    def retire(self, helper: _Helper) -> bool:
+        """Whether a helper that found nothing to do may end; False where it has just been given work."""
+        with self._lock:
+            if helper in self._idle:
+                self._idle.remove(helper)
+                return True
+            return False
+
+    def call(self, function: Callable[[], Any], timeout_s: float) -> Any:
+        """Runs a function in a thread, with the caller's context variables.
+
+        Raises:
+            TooLate: it had not returned after `timeout_s`; it goes on unheard.
+            RewardError: too many earlier calls are still going on unheard.
+        """
+        if self.abandoned >= MOST_ABANDONED:
+            raise RewardError(
+                f"{self.abandoned} calls that went past their deadline still run in threads, which can't be stopped; "
+                'run a function that can hang in processes: [reward] mode = "process"'
+            )
+        work = _Work(function)
+        with self._lock:
+            helper = self._idle.pop() if self._idle else None
+        if helper is None:
+            helper = _Helper(self)
+            helper.work = work
+            helper.ready.release()
+            helper.start()
+        else:
+            helper.work = work
+            helper.ready.release()
+        if not work.done.acquire(timeout=max(0.0, timeout_s)):
+            with self._lock:
+                late = not work.finished  # between the time-out and here it may have finished after all
+                if late:
+                    work.abandoned = True
+                    self.abandoned += 1
+            if late:
+                raise TooLate
+        if work.error is not None:
+            raise work.error
+        return work.value
+
+
+HELPERS = Helpers()

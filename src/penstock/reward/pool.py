@@ -1,0 +1,484 @@
+"""The compute pool at work: the scheduler's decisions carried out on an event loop.
+
+Owns what `schedule` refuses to: the clock, one timer, one task for each attempt, the transports. It decides nothing
+itself. A job is answered by the caller's own future, so a queued job costs no task. One pool serves callers on any
+event loop and any thread: the first loop that uses it is its home, calls from elsewhere are carried over; when the home
+loop is closed, the next caller's becomes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.errors import ConfigError, PoolError
+from penstock.reward.cache import AnswerCache, SingleFlight, content_key
+from penstock.reward.failures import JobFailed, PoolClosed
+from penstock.reward.jobs import Attempt, Job
+from penstock.reward.limits import Endpoint, PoolConfig, PoolOptions, load_pool, read_key
+from penstock.reward.report import AttemptEnded, EndpointRow, rows_of
+from penstock.reward.retry import Kind, Outcome
+from penstock.reward.schedule import Scheduler
+from penstock.reward.transport import HttpTransport, Reply, Request, Transport, lines_of
+
+__all__ = ["ComputePool"]
+
+_T = TypeVar("_T")
+STREAM_AHEAD = 64
+"""Pieces of a streamed body that may wait for the reader before the provider's are left in the socket."""
+CANCELLED = Outcome(Kind.CANCELLED, "cancelled")
+
+
+class _Call:
+    """A job's payload: the question, and where the answer goes."""
+
+    __slots__ = ("future", "pieces", "reply", "request")
+
+    def __init__(self, request: Request, future: asyncio.Future[Reply], pieces: asyncio.Queue[bytes] | None) -> None:
+        self.request = request
+        self.future = future
+        self.pieces = pieces
+        self.reply: Reply | None = None
+
+
+class ComputePool:
+    """Many rate-limited services as one. Safe to share between tasks, event loops and threads.
+
+    `transports` maps an endpoint's url (such as `local:sandbox`) to what reaches it; others go over HTTP. `on_event` is
+    called with an `AttemptEnded` for each attempt, on the pool's loop; it must be quick. With `single_flight`, equal
+    requests in flight are sent once (wrong for sampled answers that are meant to differ, so off unless asked for); with
+    a `cache`, answers are kept on disk, too.
+    """
+
+    def __init__(
+        self,
+        endpoints: Iterable[Endpoint],
+        options: PoolOptions | None = None,
+        transports: Mapping[str, Transport] | None = None,
+        on_event: Callable[[AttemptEnded], None] | None = None,
+        http: Transport | None = None,
+        single_flight: bool = False,
+        cache: AnswerCache | None = None,
+    ) -> None:
+        declared = list(endpoints)
+        if not declared:
+            raise ConfigError("a pool needs at least one endpoint")
+        self._transports = dict(transports or {})
+        self._http: Transport = http if http is not None else HttpTransport()
+        self._check(declared)
+        self._scheduler = Scheduler(declared, options or PoolOptions())
+        self._on_event = on_event
+        self._flights = SingleFlight() if single_flight or cache is not None else None
+        self._cache = cache
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._binding = threading.Lock()
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle: asyncio.Event | None = None
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str], **kwargs: Any) -> ComputePool:
+        """A pool as declared in a file; see `limits.load_pool`."""
+        config = load_pool(path)
+        return cls(config.endpoints, config.pool, **kwargs)
+
+    def _check(self, endpoints: Sequence[Endpoint]) -> None:
+        for endpoint in endpoints:
+            if endpoint.url.startswith("local:") and endpoint.url not in self._transports:
+                raise ConfigError(f"no transport is given for '{endpoint.url}'; known: {sorted(self._transports)}")
+        labels = [endpoint.label for endpoint in endpoints]
+        if twice := sorted({label for label in labels if labels.count(label) > 1}):
+            raise ConfigError(f"two endpoints are called '{twice[0]}'; give one of them another name")
+
+    # What callers use
+
+    async def chat(self, *, model: str, messages: Sequence[Mapping[str, Any]], **params: Any) -> Any:
+        """A chat completion: the whole answer as a dict, every field kept. See `request` for the pool's own options."""
+        return await self._named("/chat/completions", {"model": model, "messages": messages}, params)
+
+    async def completions(self, *, model: str, prompt: Any, **params: Any) -> Any:
+        return await self._named("/completions", {"model": model, "prompt": prompt}, params)
+
+    async def embeddings(self, *, model: str, input: Any, **params: Any) -> Any:
+        return await self._named("/embeddings", {"model": model, "input": input}, params)
+
+    async def classify(self, *, model: str, input: Any, **params: Any) -> Any:
+        return await self._named("/classify", {"model": model, "input": input}, params)
+
+    async def score(self, *, model: str, text_1: Any, text_2: Any, **params: Any) -> Any:
+        return await self._named("/score", {"model": model, "text_1": text_1, "text_2": text_2}, params)
+
+    async def rerank(self, *, model: str, query: str, documents: Sequence[str], **params: Any) -> Any:
+        return await self._named("/rerank", {"model": model, "query": query, "documents": documents}, params)
+
+    async def _named(self, path: str, body: dict[str, Any], params: dict[str, Any]) -> Any:
+        own = {name: params.pop(name) for name in _OWN_OPTIONS & params.keys()}
+        return (await self.request(path, {**body, **params}, **own)).value
+
+    async def request(
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        priority: float = 0.0,
+        deadline_s: float | None = None,
+        estimated_tokens: float | None = None,
+        attempts: int | None = None,
+        hedge_after_s: float | None = None,
+    ) -> Reply:
+        """Sends one JSON request by way of the pool, wherever it is best answered.
+
+        Raises:
+            PoolError: there is no answer; its kind (`penstock.reward.failures`) says why.
+        """
+        if body.get("stream"):
+            raise ConfigError("'stream' is set: use ComputePool.stream, which yields the pieces")
+        home, request = self._bind(), Request(path, body)
+        if self._flights is not None:
+            work = self._once(request, priority, deadline_s, estimated_tokens, attempts, hedge_after_s)
+            return await self._at_home(work)
+        if home is not asyncio.get_running_loop():
+            work = self._request(request, priority, deadline_s, estimated_tokens, attempts, hedge_after_s)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, home))
+        call = _Call(request, home.create_future(), None)
+        job = self._submit(call, priority, deadline_s, estimated_tokens, attempts, hedge_after_s)
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self._cancel(job)
+            raise
+
+    async def stream(
+        self, path: str, body: dict[str, Any], *, priority: float = 0.0, deadline_s: float | None = None
+    ) -> AsyncIterator[Any]:
+        """Yields the JSON of each server-sent event of a streamed answer. Only on the pool's own loop.
+
+        Retried while nothing has come; raises `JobFailed` when it breaks off later. Leaving it cancels the request.
+        """
+        pieces = self.stream_bytes(path, {**body, "stream": True}, priority=priority, deadline_s=deadline_s)
+        async with contextlib.aclosing(pieces):
+            async for data in lines_of(pieces):
+                yield msgspec.json.decode(data)
+
+    async def stream_bytes(
+        self, path: str, body: dict[str, Any], *, priority: float = 0.0, deadline_s: float | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """The pieces of a streamed answer as they come."""
+        loop = self._bind()
+        if loop is not asyncio.get_running_loop():
+            raise ConfigError("a stream has to be read on the loop that the pool runs on")
+        pieces: asyncio.Queue[bytes] = asyncio.Queue(STREAM_AHEAD)
+        call = _Call(Request(path, body, stream=True), loop.create_future(), pieces)
+        job = self._submit(call, priority, deadline_s, None, None, None)
+        ended = asyncio.ensure_future(call.future)
+        try:
+            while True:
+                following = asyncio.ensure_future(pieces.get())
+                await asyncio.wait((following, ended), return_when=asyncio.FIRST_COMPLETED)
+                if not following.done():
+                    following.cancel()
+                    break
+                yield following.result()
+            while not pieces.empty():
+                yield pieces.get_nowait()
+            ended.result()
+        finally:
+            self._cancel(job)
+
+    async def _request(
+        self,
+        request: Request,
+        priority: float,
+        deadline_s: float | None,
+        tokens: float | None,
+        attempts: int | None,
+        hedge_after_s: float | None,
+    ) -> Reply:
+        """`request` for a caller on another loop, run on this one."""
+        call = _Call(request, asyncio.get_running_loop().create_future(), None)
+        job = self._submit(call, priority, deadline_s, tokens, attempts, hedge_after_s)
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self._cancel(job)
+            raise
+
+    async def _once(self, request: Request, *options: Any) -> Reply:
+        """One request, unless an equal one is in flight or its answer is in the cache."""
+        assert self._flights is not None
+        try:
+            key = content_key(request.path, request.body)
+        except TypeError as error:
+            raise PoolError(f"the request can't be written as JSON: {error}") from None
+        if self._cache is not None and (body := await asyncio.to_thread(self._cache.get, key)) is not None:
+            return Reply(msgspec.json.decode(body), body, endpoint="cache")
+        reply: Reply = await self._flights.run(key, lambda: self._request(request, *options))
+        if self._cache is not None and reply.body:
+            await asyncio.to_thread(self._cache.put, key, reply.body)
+        return reply
+
+    # How they are carried out
+
+    def _bind(self) -> asyncio.AbstractEventLoop:
+        """The pool's home loop; the running one if there is none yet or the old one is closed."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            return loop
+        with self._binding:
+            if self._loop is None or self._loop.is_closed():
+                if self._loop is not None:
+                    self._abandon()
+                self._loop = asyncio.get_running_loop()
+        return self._loop
+
+    def _abandon(self) -> None:
+        """The home loop was closed under us: what was in flight there is over and nobody waits for it."""
+        self._timer = None
+        for attempt in list(self._scheduler.attempts()):
+            self._scheduler.cancel(attempt.job)
+            self._scheduler.report(attempt, CANCELLED, 0.0)
+        self._scheduler.take_finished()
+
+    async def _at_home(self, work: Coroutine[Any, Any, _T]) -> _T:
+        home = self._bind()
+        if home is asyncio.get_running_loop():
+            return await work
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, home))
+
+    def _submit(
+        self,
+        call: _Call,
+        priority: float,
+        deadline_s: float | None,
+        tokens: float | None,
+        attempts: int | None,
+        hedge_after_s: float | None,
+    ) -> Job:
+        assert self._loop is not None
+        now = self._loop.time()
+        body = call.request.body
+        if tokens is None:
+            tokens = _estimate(call.request)
+        wait_s = self._scheduler.options.timeout_s if deadline_s is None else deadline_s
+        job = self._scheduler.submit(
+            call,
+            now,
+            model=str(body.get("model", "")),
+            tokens=tokens,
+            priority=priority,
+            deadline=now + wait_s,
+            attempts=attempts,
+            hedge_after_s=math.inf if call.pieces is not None else hedge_after_s,
+            patient=deadline_s is None,
+        )
+        self._pump()
+        return job
+
+    def _pump(self) -> None:
+        """Starts what may start, ends what is over, and sets the timer for the next look."""
+        loop = self._loop
+        assert loop is not None
+        scheduler, now = self._scheduler, loop.time()
+        for attempt in scheduler.overdue(now):
+            self._stop(attempt)
+        for attempt in scheduler.dispatch(now):
+            attempt.handle = loop.create_task(self._attempt(attempt))
+        for job in scheduler.take_finished():
+            self._resolve(job)
+        wake = scheduler.wake_at(now)
+        timer = self._timer
+        if timer is not None and (timer.cancelled() or timer.when() > wake or timer.when() <= now):
+            timer.cancel()
+            timer = self._timer = None
+        if timer is None and wake < math.inf:
+            self._timer = loop.call_at(wake, self._wake)
+        if self._idle is not None and not scheduler.running:
+            self._idle.set()
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._pump()
+
+    async def _attempt(self, attempt: Attempt) -> None:
+        """One attempt's task. It never raises: how it ended is reported, its own cancellation included."""
+        endpoint, call = attempt.place.endpoint, attempt.job.payload
+        transport = self._transports.get(endpoint.url, self._http)
+        chunk = call.pieces.put if call.pieces is not None else None
+        try:
+            outcome, reply = await transport.send(endpoint, call.request, endpoint.timeout_s, chunk)
+        except asyncio.CancelledError:
+            outcome, reply = CANCELLED, None
+        except Exception as error:  # noqa: BLE001 - a transport's bug fails this job alone, by name
+            outcome, reply = Outcome(Kind.FINAL, f"transport raised {type(error).__name__}: {error}"), None
+        if outcome.kind is Kind.DONE:
+            call.reply = reply
+        self._ended(attempt, outcome)
+
+    def _stop(self, attempt: Attempt) -> None:
+        """Cancels an attempt. A task that has not begun never will, so its end is reported from outside."""
+        task: asyncio.Task[None] = attempt.handle
+        task.cancel()
+        task.add_done_callback(lambda _: self._ended(attempt, CANCELLED))
+
+    def _ended(self, attempt: Attempt, outcome: Outcome) -> None:
+        assert self._loop is not None
+        if attempt.handle is None:
+            return
+        attempt.handle = None
+        now = self._loop.time()
+        if self._on_event is not None:
+            self._tell(self._on_event, attempt, outcome, now)
+        for loser in self._scheduler.report(attempt, outcome, now):
+            self._stop(loser)
+        self._pump()
+
+    def _tell(self, on_event: Callable[[AttemptEnded], None], attempt: Attempt, outcome: Outcome, now: float) -> None:
+        event = AttemptEnded.of(attempt, outcome, now)
+        try:
+            on_event(event)
+        except Exception as error:  # noqa: BLE001 - a listener's fault must not lose a job; it is told through the loop
+            assert self._loop is not None
+            self._loop.call_exception_handler({"message": "on_event of a compute pool raised", "exception": error})
+
+    @staticmethod
+    def _resolve(job: Job) -> None:
+        call: _Call = job.payload
+        future = call.future
+        if future.done():
+            return
+        if job.error is not None:
+            future.set_exception(job.error)
+            future.exception()  # a caller that left has no use for it, and needs no warning
+        elif call.reply is not None:
+            future.set_result(call.reply)
+        else:
+            future.set_exception(JobFailed("a transport said that it was done and gave no reply"))
+
+    def _cancel(self, job: Job) -> None:
+        for attempt in self._scheduler.cancel(job):
+            self._stop(attempt)
+        if self._loop is not None and not self._loop.is_closed():
+            self._pump()
+
+    # Its life
+
+    async def __aenter__(self) -> ComputePool:
+        self._bind()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Takes no more jobs, fails waiting ones with `PoolClosed`, gives running ones `grace_s`, then cancels them."""
+        if self._loop is None:
+            self._scheduler.close()
+            return
+        await self._at_home(self._close(grace_s))
+
+    async def _close(self, grace_s: float) -> None:
+        self._idle = asyncio.Event()
+        self._scheduler.close()
+        self._pump()
+        if self._scheduler.running:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._idle.wait()
+        closed = PoolClosed("the pool was shut down before the job was answered")
+        running = list(self._scheduler.attempts())
+        for attempt in running:
+            future = attempt.job.payload.future
+            self._scheduler.cancel(attempt.job)
+            self._stop(attempt)
+            if not future.done():
+                future.set_exception(closed)
+        if running:
+            await self._idle_again()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for transport in (self._http, *self._transports.values()):
+            await transport.close()
+
+    async def _idle_again(self) -> None:
+        """Waits until the attempts that were stopped have let go of their connections."""
+        assert self._idle is not None
+        self._idle.clear()
+        if self._scheduler.running:
+            await self._idle.wait()
+
+    def reload(self, source: str | os.PathLike[str] | PoolConfig) -> None:
+        """Takes over another declaration, all or nothing, without losing a job; call it on the pool's loop.
+
+        Endpoints of the same name keep what they learned and have in flight; those left out finish their work.
+
+        Raises:
+            ConfigError: the declaration is wrong; the pool goes on as it was.
+        """
+        config = source if isinstance(source, PoolConfig) else load_pool(source)
+        self._check(config.endpoints)
+        self._scheduler.redeclare(config.endpoints, config.pool, self._loop.time() if self._loop else 0.0)
+        if isinstance(self._http, HttpTransport):
+            self._http.forget_headers()
+        if self._loop is not None:
+            self._pump()
+
+    def snapshot(self) -> list[EndpointRow]:
+        """One row for each endpoint: in flight, rate against limit, 429s, latency, spend, health."""
+        return rows_of(self._scheduler, self._loop.time() if self._loop is not None else 0.0)
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """What is declared now."""
+        return [place.endpoint for place in self._scheduler.places if not place.retired]
+
+    def check_keys(self) -> None:
+        """Reads every declared key once, so that a missing one is found before the first job needs it.
+
+        Raises:
+            ConfigError: names the variable or file.
+        """
+        for endpoint in self.endpoints:
+            read_key(endpoint)
+
+    @property
+    def waiting(self) -> int:
+        """Jobs queued."""
+        return self._scheduler.waiting
+
+    @property
+    def running(self) -> int:
+        """Attempts in flight."""
+        return self._scheduler.running
+
+    @property
+    def spent(self) -> float:
+        """Money, in the endpoints' currency."""
+        return self._scheduler.spent
+
+
+_OWN_OPTIONS = {"priority", "deadline_s", "estimated_tokens", "attempts", "hedge_after_s"}
+
+
+def _estimate(request: Request) -> float:
+    """Tokens a request is expected to cost: a quarter of its bytes, and what it allows the answer to be."""
+    if not request.encoded:
+        try:
+            request.encoded = msgspec.json.encode(request.body)
+        except TypeError as error:
+            raise PoolError(f"the request can't be written as JSON: {error}") from None
+    body = request.body
+    answer = body.get("max_completion_tokens") or body.get("max_tokens") or 0
+    count = body.get("n") or 1
+    if not isinstance(answer, int | float) or not isinstance(count, int | float):
+        return float(len(request.encoded) // 4)
+    return float(len(request.encoded) // 4 + max(0, answer) * max(1, count))

@@ -1,0 +1,263 @@
+"""Where the network begins: one request to one endpoint in, one reply or one named failure out.
+
+`Transport` is the seam: `HttpTransport` is aiohttp (one session for the pool's life, connections kept alive and reused,
+TLS verified, time-outs for connecting apart from those for answering), `FunctionTransport` is a Python function, and a
+test can be a third. Decides how bytes, exceptions and error bodies become an `Outcome`; refuses to know limits, retries
+or other endpoints. Keys are added here, last of all, and appear in no message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from penstock.reward.headers import retry_after_s, told_limits
+from penstock.reward.limits import Endpoint, read_key
+from penstock.reward.retry import Kind, Outcome, kind_of_error, kind_of_status
+
+__all__ = ["FunctionTransport", "HttpTransport", "Reply", "Request", "Transport"]
+
+BODY_SHOWN = 500
+"""Characters of an error's body that are kept."""
+ROOT_PATHS = ("/classify", "/score", "/rerank", "/pooling")
+"""Served beside `/v1`, not below it, by vLLM and SGLang."""
+
+
+@dataclass(slots=True)
+class Request:
+    """What is asked. `body` is the JSON object; `model` in it is renamed for endpoints that know it by another name."""
+
+    path: str
+    body: dict[str, Any]
+    stream: bool = False
+    encoded: bytes = b""
+    """`body` as JSON, made once for all endpoints that don't rename the model."""
+
+    def payload(self, endpoint: Endpoint) -> bytes:
+        """The JSON to send to an endpoint."""
+        name = endpoint.rename.get(self.body.get("model", "")) if endpoint.rename else None
+        if name is not None:
+            return msgspec.json.encode({**self.body, "model": name})
+        if not self.encoded:
+            self.encoded = msgspec.json.encode(self.body)
+        return self.encoded
+
+
+@dataclass(slots=True)
+class Reply:
+    """What was answered: `value` is the whole JSON, nothing left out; `body` its bytes."""
+
+    value: Any
+    body: bytes = b""
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    endpoint: str = ""
+
+
+class Transport(Protocol):
+    """One way to reach endpoints. Raises nothing but CancelledError: what goes wrong is in the `Outcome`."""
+
+    async def send(
+        self, endpoint: Endpoint, request: Request, timeout_s: float, chunk: Callable[[bytes], Awaitable[None]] | None
+    ) -> tuple[Outcome, Reply | None]:
+        """Sends one request. With `chunk`, a successful body is handed to it piece by piece, not returned."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class HttpTransport:
+    """aiohttp, with what a client of many long requests needs and nothing else."""
+
+    KEEP_ALIVE_S = 60.0
+
+    def __init__(self, ssl_context: ssl.SSLContext | None = None) -> None:
+        self._ssl = ssl_context
+        self._session: aiohttp.ClientSession | None = None
+        self._headers: dict[str, dict[str, str]] = {}
+        self._urls: dict[tuple[str, str], URL] = {}
+        self._timeouts: dict[tuple[float, float], aiohttp.ClientTimeout] = {}
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None or self._session.closed:
+            # Concurrency is bounded by the endpoints' gates; a second bound here would queue behind their backs.
+            connector = aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=self.KEEP_ALIVE_S, ssl=self._ssl if self._ssl is not None else True
+            )
+            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        return self._session
+
+    def forget_headers(self) -> None:
+        """Reads keys and headers again: the declaration changed."""
+        self._headers.clear()
+        self._urls.clear()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _timeout(self, total_s: float, connect_s: float) -> aiohttp.ClientTimeout:
+        timeout = self._timeouts.get((total_s, connect_s))
+        if timeout is None:
+            if len(self._timeouts) > 1000:
+                self._timeouts.clear()
+            timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=min(connect_s, total_s))
+            self._timeouts[total_s, connect_s] = timeout
+        return timeout
+
+    def _url(self, endpoint: Endpoint, path: str) -> URL:
+        url = self._urls.get((endpoint.url, path))
+        if url is None:
+            base = endpoint.url.rstrip("/")
+            base = base.removesuffix("/v1") if path in ROOT_PATHS else base
+            url = self._urls[endpoint.url, path] = URL(base + path)
+        return url
+
+    def _header(self, endpoint: Endpoint) -> dict[str, str]:
+        headers = self._headers.get(endpoint.label)
+        if headers is None:
+            headers = {"Content-Type": "application/json", **endpoint.headers}
+            if key := read_key(endpoint):
+                headers["Authorization"] = f"Bearer {key}"
+            self._headers[endpoint.label] = headers
+        return headers
+
+    async def send(
+        self, endpoint: Endpoint, request: Request, timeout_s: float, chunk: Callable[[bytes], Awaitable[None]] | None
+    ) -> tuple[Outcome, Reply | None]:
+        try:
+            response = await self._open().post(
+                self._url(endpoint, request.path),
+                data=request.payload(endpoint),
+                headers=self._header(endpoint),
+                timeout=self._timeout(timeout_s, endpoint.connect_timeout_s),
+                allow_redirects=False,
+            )
+            try:
+                if chunk is not None and response.status == 200:
+                    return await self._stream(response, chunk)
+                return _understood(endpoint, response.status, response.headers, await response.read())
+            finally:
+                response.release()
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            return Outcome(Kind.BROKEN, _cause(error, timeout_s)), None
+
+    async def _stream(
+        self, response: aiohttp.ClientResponse, chunk: Callable[[bytes], Awaitable[None]]
+    ) -> tuple[Outcome, Reply | None]:
+        """Hands a body on piece by piece. A break after the first piece is final: what was said can't be unsaid."""
+        begun = False
+        try:
+            async for piece in response.content.iter_any():
+                begun = True
+                await chunk(piece)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            kind = Kind.FINAL if begun else Kind.BROKEN
+            return Outcome(kind, f"stream broke off: {_cause(error, 0.0)}", response.status), None
+        told = told_limits(response.headers, time.time())
+        return Outcome(Kind.DONE, status=response.status, told=told), Reply(None, b"", response.status)
+
+
+def _cause(error: BaseException, timeout_s: float) -> str:
+    """A failure of the network in words a person can act on."""
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return "no connection in time"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {timeout_s:.3g} s"
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return f"name look-up failed: {error.host}"
+    if isinstance(error, aiohttp.ClientSSLError):
+        return f"TLS failed: {error}"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"can't connect: {error.os_error.strerror or error.os_error}"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "connection closed without an answer"
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "body cut off"
+    if isinstance(error, ConnectionResetError):
+        return "connection reset"
+    return f"{type(error).__name__}: {error}"
+
+
+def _understood(
+    endpoint: Endpoint, status: int, headers: Mapping[str, str], body: bytes
+) -> tuple[Outcome, Reply | None]:
+    """What a whole answer means. A 200 that isn't JSON, or that holds nothing but an error, is no answer."""
+    wall_s = time.time()
+    told = told_limits(headers, wall_s)
+    if status == 200:
+        try:
+            value = msgspec.json.decode(body)
+        except msgspec.DecodeError as error:
+            return Outcome(Kind.BROKEN, f"answer is not JSON: {error}", status, told=told), None
+        if isinstance(value, dict):
+            if value.get("error"):
+                return _error_in_body(value["error"], told), None
+            usage = value.get("usage")
+            tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
+            tokens = float(tokens) if isinstance(tokens, int | float) else None
+        else:
+            tokens = None
+        return Outcome(Kind.DONE, "", status, tokens, None, told), Reply(value, body, status, headers, endpoint.label)
+    shown = body[: 4 * BODY_SHOWN].decode("utf-8", "replace")[:BODY_SHOWN]
+    kind = Kind.FINAL if 300 <= status < 400 else kind_of_status(status, shown)
+    return Outcome(kind, f"HTTP {status}", status, None, retry_after_s(headers, wall_s), told, shown), None
+
+
+def _error_in_body(error: Any, told: Any) -> Outcome:
+    shown = str(error)[:BODY_SHOWN]
+    code = error.get("code", error.get("status")) if isinstance(error, dict) else None
+    status = code if isinstance(code, int) and 400 <= code < 600 else 500
+    return Outcome(kind_of_status(status, shown), "HTTP 200 with an error", status, told=told, body=shown)
+
+
+class FunctionTransport:
+    """A Python function as an endpoint: it gets the request's JSON object and returns the answer's value.
+
+    Async functions run on the pool's loop; sync ones in threads, since a local process pool or sandbox client blocks.
+    """
+
+    def __init__(
+        self, function: Callable[[dict[str, Any]], Any], hook: Callable[[BaseException], Kind | None] | None = None
+    ) -> None:
+        self._function = function
+        self._hook = hook
+
+    async def send(
+        self, endpoint: Endpoint, request: Request, timeout_s: float, chunk: Callable[[bytes], Awaitable[None]] | None
+    ) -> tuple[Outcome, Reply | None]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                if inspect.iscoroutinefunction(self._function):
+                    value = await self._function(request.body)
+                else:
+                    value = await asyncio.to_thread(self._function, request.body)
+        except Exception as error:  # noqa: BLE001 - a user's function may raise anything; it becomes the outcome
+            return Outcome(kind_of_error(error, self._hook), f"{type(error).__name__}: {error}"), None
+        return Outcome(Kind.DONE), Reply(value, endpoint=endpoint.label)
+
+    async def close(self) -> None:
+        return
+
+
+async def lines_of(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Data of server-sent events, one JSON document each, from a body in pieces of any size; ends at `[DONE]`."""
+    rest = b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            data = line.strip()
+            if data == b"data: [DONE]":
+                return
+            if data.startswith(b"data:"):
+                yield data[5:].strip()
