@@ -1,0 +1,105 @@
+"""`penstock reward score`: a file in, a file out, and where it stopped it goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+
+REWARD = """
+calls = open({log!r}, "a")
+
+def reward(sample):
+    print(sample.row["n"], file=calls, flush=True)
+    if sample.row["n"] == 3:
+        raise ValueError("bad answer")
+    return float(sample.response == sample.row["answer"])
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "reward.py").write_text(REWARD.format(log=str(tmp_path / "calls")))
+    rows = [{"response": str(n % 2), "answer": "1", "n": n, "prompt": "?"} for n in range(6)]
+    (tmp_path / "answers.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    return tmp_path
+
+
+def score(files: Path, *more: str) -> int:
+    return main(["reward", "score", str(files / "answers.jsonl"), "--function", f"{files / 'reward.py'}:reward", *more])
+
+
+def results(files: Path) -> dict[int, dict]:
+    lines = (files / "answers.scored.jsonl").read_text().splitlines()
+    return {result["line"]: result for result in map(json.loads, lines)}
+
+
+def test_every_line_gets_a_score_or_a_cause(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert score(files) == 0
+    assert {n: result.get("score") for n, result in results(files).items()} == {
+        1: 0.0,
+        2: 1.0,
+        3: 0.0,
+        4: None,
+        5: 0.0,
+        6: 1.0,
+    }
+    assert results(files)[4]["unscored"] == "ValueError: bad answer (reward.py:7)"
+    said = capsys.readouterr().out
+    assert "5 of 6 scored, mean 0.4000" in said
+    assert "1 unscored: ValueError: bad answer" in said
+
+
+def test_a_run_that_was_cut_off_is_resumed(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = files / "answers.scored.jsonl"
+    out.write_text('{"line":1,"score":0.0,"parts":{}}\n{"line":2,"score":1.0,"parts":{}}\n{"line":3,"sc')
+    assert score(files) == 0
+    assert sorted((files / "calls").read_text().split()) == ["2", "3", "4", "5"]
+    assert sorted(results(files)) == [1, 2, 3, 4, 5, 6]
+    assert score(files) == 0
+    assert sorted((files / "calls").read_text().split()) == ["2", "3", "4", "5"], "nothing is left to do"
+    assert capsys.readouterr().out.count("5 of 6 scored, mean 0.4000") == 2
+
+
+def test_processes_score_as_well(files: Path) -> None:
+    assert score(files, "--mode", "process", "--processes", "1") == 0
+    assert len(results(files)) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"response": "a"}\n[1]\n', "answers.jsonl:2: not a JSON object"),
+        ('{"answer": "a"}\n', "answers.jsonl:1: 'response' is None; it must be text"),
+        ("\n", "holds no samples"),
+    ],
+)
+def test_a_wrong_line_is_named(files: Path, capsys: pytest.CaptureFixture[str], text: str, says: str) -> None:
+    (files / "answers.jsonl").write_text(text)
+    assert score(files) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_other_files_are_not_written_over(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for notes in ("my notes\n", "my notes", '{"mine": 1}\n{"li'):
+        (files / "notes").write_text(notes)
+        assert score(files, "--out", str(files / "notes")) == 1
+        assert "choose another file with --out" in capsys.readouterr().err
+        assert (files / "notes").read_text() == notes
+    assert score(files, "--out", str(files / "none" / "x")) == 1
+    assert "can't be written" in capsys.readouterr().err
+
+
+def test_a_function_that_scores_nothing_ends_the_command_with_its_cause(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = json.dumps({"response": "1", "answer": "1", "n": 3, "prompt": "?"})
+    (files / "answers.jsonl").write_text(f"{row}\n" * 300)
+    assert score(files) != 0
+    said = capsys.readouterr().err
+    assert "none of the first 256 samples could be scored" in said
+    assert "ValueError: bad answer (reward.py:7)" in said
+    assert "ExceptionGroup" not in said

@@ -1,0 +1,425 @@
+"""The pool over real sockets: what passes through, what each fault becomes, and what a shut-down leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import ssl
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError, PoolError
+from penstock.reward.failures import BudgetSpent, DeadlinePassed, JobFailed, NoEndpoint, PoolClosed
+from penstock.reward.limits import Endpoint, PoolConfig, PoolOptions
+from penstock.reward.pool import ComputePool
+from penstock.reward.report import AttemptEnded, prometheus_text
+from penstock.reward.retry import Kind
+from penstock.reward.transport import FunctionTransport, HttpTransport
+from penstock.simulate.provider_server import ProviderServer
+from penstock.simulate.providers import Provider
+
+USER = [{"role": "user", "content": "hello"}]
+ONCE = PoolOptions(attempts=1, timeout_s=20)
+
+
+async def ask(pool: ComputePool, content: str = "hello", **params) -> str:
+    answer = await pool.chat(model="m", messages=[{"role": "user", "content": content}], **params)
+    return answer["choices"][0]["message"]["content"]
+
+
+async def test_every_parameter_goes_out_and_every_field_comes_back() -> None:
+    params = {
+        "temperature": 0.5,
+        "max_tokens": 9,
+        "logprobs": True,
+        "response_format": {"type": "json_object"},
+        "seed": 3,
+        "vendor_option": {"a": [1, None]},
+    }
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url)]) as pool:
+        answer = await pool.chat(model="m", messages=USER, **params)
+        path, body = server.seen[0]
+    assert path == "/chat/completions"
+    assert body == {"model": "m", "messages": USER, **params}
+    assert answer["usage"]["total_tokens"] == 7
+    assert answer["choices"][0]["logprobs"]["content"][0]["logprob"] == -0.5
+    assert answer["asked"]["vendor_option"] == {"a": [1, None]}
+
+
+async def test_the_other_services_are_reached_where_servers_have_them() -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url)]) as pool:
+        assert len((await pool.embeddings(model="e", input=["a", "bb"]))["data"]) == 2
+        assert (await pool.completions(model="c", prompt="p"))["choices"][0]["text"] == "echo: p"
+        assert (await pool.classify(model="rm", input=["abc"]))["data"][0]["score"] == 3.0
+        assert (await pool.score(model="rm", text_1="q", text_2=["a"]))["data"][0]["score"] == 1.0
+        assert (await pool.rerank(model="rm", query="q", documents=["a", "b"]))["results"][1]["index"] == 1
+
+
+async def test_answers_belong_to_their_questions_and_connections_are_used_again() -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url, concurrency=8)]) as pool:
+        answers = await asyncio.gather(*(ask(pool, f"q{n}") for n in range(200)))
+        assert answers == [f"echo: q{n}" for n in range(200)]
+        assert server.connections <= 8
+        assert server.most_in_flight <= 8
+
+
+async def test_a_model_can_have_another_name_at_an_endpoint() -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url, rename={"m": "m-2026"})]) as pool:
+        assert (await pool.chat(model="m", messages=USER))["model"] == "m-2026"
+
+
+async def test_keys_and_headers_are_sent_and_the_key_is_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    events: list[AttemptEnded] = []
+    async with ProviderServer(key="s3cret") as server:
+        endpoint = Endpoint(server.url, api_key_env="JUDGE_KEY", headers={"x-team": "rl"})
+        async with ComputePool([endpoint], on_event=events.append) as pool:
+            assert await ask(pool) == "echo: hello"
+            text = repr(events) + repr(pool.snapshot()) + repr(endpoint) + prometheus_text(pool.snapshot(), 0)
+        monkeypatch.setenv("JUDGE_KEY", "wr0ng")
+        async with ComputePool([endpoint], ONCE) as pool:
+            with pytest.raises(JobFailed, match="HTTP 401") as error:
+                await ask(pool)
+    assert "s3cret" not in text
+    assert "wr0ng" not in str(error.value)
+
+
+async def test_a_declared_rate_is_kept_and_a_429_sends_nothing_to_sleep_for_long() -> None:
+    async with ProviderServer(Provider(rate=200, burst=10, median_s=0.0)) as server:
+        async with ComputePool([Endpoint(server.url, requests_per_minute=11_000, burst=5)]) as pool:
+            await asyncio.gather(*(ask(pool) for _ in range(100)))
+        assert server.provider.refused <= 5
+
+
+async def test_an_undeclared_limit_is_found() -> None:
+    async with ProviderServer(Provider(rate=200, burst=10, median_s=0.02)) as server:
+        async with ComputePool([Endpoint(server.url)]) as pool:
+            answers = await asyncio.gather(*(ask(pool, str(n)) for n in range(300)))
+            assert answers == [f"echo: {n}" for n in range(300)]
+        assert server.provider.refused <= 60
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("reset", "body cut off|reset"),
+        ("truncated", "body cut off"),
+        ("bad-json", "answer is not JSON"),
+        ("500", "HTTP 500"),
+        ("400", "HTTP 400.*told to answer 400"),
+        ("error-in-200", "HTTP 200 with an error.*model crashed"),
+        ("closed", "closed without an answer"),
+        ("silent", "no answer within 0.3 s"),
+        ("drip", "no answer within 0.3 s"),
+    ],
+)
+async def test_each_fault_has_its_name(fault: str, says: str) -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url, timeout_s=0.3)], ONCE) as pool:
+        with pytest.raises(JobFailed, match=says):
+            await pool.chat(model=f"fault-{fault}", messages=USER)
+        assert await ask(pool) == "echo: hello", "the next job is none the worse"
+        assert pool.running == 0
+
+
+@pytest.mark.parametrize("fault", ["429", "529", "silent"])
+async def test_a_service_that_never_gives_way_ends_at_the_deadline(fault: str) -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url)]) as pool:
+        with pytest.raises(DeadlinePassed):
+            await pool.chat(model=f"fault-{fault}", messages=USER, deadline_s=0.3)
+        assert server.requests <= 12, "and isn't hammered until then"
+        await asyncio.sleep(0)
+        assert pool.running == 0
+
+
+@pytest.mark.parametrize("fault", ["429-once", "429-retry-after"])
+async def test_work_turned_away_comes_back(fault: str) -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url)], ONCE) as pool:
+        answer = await pool.chat(model=f"fault-{fault}", messages=USER)
+        assert answer["choices"][0]["message"]["content"] == "echo: hello"
+        assert server.requests == 2
+
+
+async def test_a_spent_account_is_named() -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url)]) as pool:
+        with pytest.raises(BudgetSpent, match="no other account"):
+            await pool.chat(model="fault-spent", messages=USER)
+        assert server.requests == 1
+
+
+async def test_an_endpoint_that_is_not_there_is_routed_around() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+        events: list[AttemptEnded] = []
+        async with ProviderServer() as server:
+            async with ComputePool([Endpoint(dead), Endpoint(server.url)], on_event=events.append) as pool:
+                answers = await asyncio.gather(*(ask(pool, str(n)) for n in range(100)))
+    assert answers == [f"echo: {n}" for n in range(100)]
+    broken = [event for event in events if event.kind == Kind.BROKEN.value]
+    assert all("can't connect" in event.cause for event in broken)
+    per_job = [event.job for event in broken]
+    assert len(per_job) == len(set(per_job)), "a dead endpoint costs a job at most one attempt"
+
+
+async def test_a_name_that_does_not_resolve_is_named() -> None:
+    async with ComputePool([Endpoint("http://no-such-host.invalid/v1", connect_timeout_s=5)], ONCE) as pool:
+        with pytest.raises(JobFailed, match=r"name look-up failed|no connection in time"):
+            await ask(pool)
+
+
+async def test_the_time_to_connect_is_bounded_apart_from_the_time_to_answer() -> None:
+    with socket.socket() as full, socket.socket() as first, socket.socket() as second:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for filler in (first, second):  # nobody accepts, so further connections are left hanging
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        url = f"http://127.0.0.1:{full.getsockname()[1]}/v1"
+        async with ComputePool([Endpoint(url, connect_timeout_s=0.2, timeout_s=60)], ONCE) as pool:
+            with pytest.raises(JobFailed, match="no connection in time"):
+                await ask(pool)
+
+
+async def test_the_pools_own_deadline_holds_where_a_call_names_none() -> None:
+    async with ProviderServer() as server:
+        async with ComputePool([Endpoint(server.url)], PoolOptions(timeout_s=0.2)) as pool:
+            with pytest.raises(DeadlinePassed):
+                await pool.chat(model="fault-silent", messages=USER)
+
+
+async def test_a_certificate_nobody_vouches_for_is_refused(tmp_path: Path) -> None:
+    made = await asyncio.to_thread(
+        subprocess.run,
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+        + ["-keyout", str(tmp_path / "key"), "-out", str(tmp_path / "cert")],
+        capture_output=True,
+    )
+    if made.returncode:
+        pytest.skip("openssl can't make a certificate here")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context)
+    port = server.sockets[0].getsockname()[1]
+    async with ComputePool([Endpoint(f"https://127.0.0.1:{port}/v1")], ONCE) as pool:
+        with pytest.raises(JobFailed, match="TLS failed"):
+            await ask(pool)
+    server.close()
+
+
+async def test_a_stream_comes_piece_by_piece() -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url)]) as pool:
+        body = {"model": "m", "messages": USER}
+        pieces = [piece["choices"][0]["delta"]["content"] async for piece in pool.stream("/chat/completions", body)]
+        assert pieces == [f"hello {n} " for n in range(5)]
+        assert server.seen[0][1]["stream"] is True
+        assert pool.running == 0
+
+
+async def test_leaving_a_stream_gives_its_place_back() -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url, concurrency=1)]) as pool:
+        stream = pool.stream("/chat/completions", {"model": "m", "messages": USER})
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert await ask(pool) == "echo: hello"
+
+
+async def test_streams_are_not_asked_for_by_the_wrong_door() -> None:
+    async with ComputePool([Endpoint("http://127.0.0.1:9/v1")]) as pool:
+        with pytest.raises(ConfigError, match=r"use ComputePool\.stream"):
+            await ask(pool, stream=True)
+
+
+async def test_a_cancelled_caller_leaves_nothing_behind() -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url, concurrency=1)]) as pool:
+        running = asyncio.create_task(pool.chat(model="fault-silent", messages=USER))
+        waiting = asyncio.create_task(ask(pool))
+        await server.arrived(1)
+        waiting.cancel()
+        running.cancel()
+        await asyncio.gather(running, waiting, return_exceptions=True)
+        assert pool.waiting == 0
+        assert await ask(pool, deadline_s=5) == "echo: hello", "the only place was given back"
+
+
+async def test_shutting_down_fails_what_waits_and_waits_for_what_runs() -> None:
+    provider = Provider(median_s=0.2, spread=0.0, round_trip_s=0.0)
+    async with ProviderServer(provider) as server:
+        pool = ComputePool([Endpoint(server.url, concurrency=1)])
+        tasks = [asyncio.create_task(ask(pool)) for _ in range(2)]
+        await server.arrived(1)
+        await pool.close(grace_s=5)
+        first, second = await asyncio.gather(*tasks, return_exceptions=True)
+        assert first == "echo: hello"
+        assert isinstance(second, PoolClosed)
+        with pytest.raises(PoolClosed):
+            await ask(pool)
+        late = ComputePool([Endpoint(server.url)])
+        task = asyncio.create_task(ask(late))
+        await server.arrived(2)
+        await late.close()
+        with pytest.raises(PoolClosed):
+            await task
+
+
+async def test_local_functions_are_endpoints_like_the_rest() -> None:
+    inside = 0
+    most = 0
+
+    async def sandbox(body: dict) -> dict:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.005)
+        inside -= 1
+        if body["code"] == "bad":
+            raise ValueError("no such code")
+        return {"passed": True}
+
+    def blocking(body: dict) -> int:
+        return threading.get_ident()
+
+    pool = ComputePool(
+        [Endpoint("local:sandbox", models=("code",), concurrency=2), Endpoint("local:thread", models=("t",))],
+        transports={"local:sandbox": FunctionTransport(sandbox), "local:thread": FunctionTransport(blocking)},
+    )
+    async with pool:
+        replies = await asyncio.gather(*(pool.request("/run", {"model": "code", "code": n}) for n in range(10)))
+        assert all(reply.value == {"passed": True} for reply in replies)
+        assert most == 2
+        with pytest.raises(JobFailed, match="ValueError: no such code"):
+            await pool.request("/run", {"model": "code", "code": "bad"})
+        assert (await pool.request("/run", {"model": "t"})).value != threading.get_ident()
+    with pytest.raises(ConfigError, match="no transport is given for 'local:gone'"):
+        ComputePool([Endpoint("local:gone")])
+
+
+async def test_callers_on_other_loops_and_threads_share_the_limits() -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url, concurrency=2)]) as pool:
+
+        def elsewhere(n: int) -> list[str]:
+            async def several() -> list[str]:
+                return list(await asyncio.gather(*(ask(pool, f"{n}.{k}") for k in range(10))))
+
+            return asyncio.run(several())
+
+        answers = await asyncio.gather(*(asyncio.to_thread(elsewhere, n) for n in range(3)))
+        assert answers == [[f"echo: {n}.{k}" for k in range(10)] for n in range(3)]
+        assert server.most_in_flight <= 2
+
+
+def test_a_pool_outlives_the_loop_it_was_first_used_on() -> None:
+    pool = ComputePool([Endpoint("local:f")], transports={"local:f": FunctionTransport(lambda body: body["x"])})
+
+    async def one(x: int) -> int:
+        return (await pool.request("/f", {"x": x})).value
+
+    assert [asyncio.run(one(n)) for n in range(3)] == [0, 1, 2]
+
+
+async def test_a_reload_changes_limits_and_loses_no_job(tmp_path: Path) -> None:
+    provider = Provider(median_s=0.01, round_trip_s=0.0)
+    async with ProviderServer(provider) as server, ComputePool([Endpoint(server.url, concurrency=1, name="a")]) as pool:
+        tasks = [asyncio.create_task(ask(pool, str(n))) for n in range(50)]
+        await asyncio.sleep(0)
+        (tmp_path / "bad.toml").write_text("[[endpoints]]\nurl = 3\n")
+        with pytest.raises(ConfigError):
+            pool.reload(tmp_path / "bad.toml")
+        pool.reload(PoolConfig((Endpoint(server.url, concurrency=20, name="a"),)))
+        assert await asyncio.gather(*tasks) == [f"echo: {n}" for n in range(50)]
+        assert server.most_in_flight > 1
+        (tmp_path / "pool.toml").write_text(f'[[endpoints]]\nurl = "{server.url}"\nname = "b"\nmodels = ["other"]\n')
+        pool.reload(tmp_path / "pool.toml")
+        with pytest.raises(NoEndpoint):
+            await ask(pool)
+
+
+async def test_a_reload_does_not_forget_what_was_sent_in_the_last_minute() -> None:
+    async with ProviderServer() as server:
+        async with ComputePool([Endpoint(server.url, requests_per_minute=10, burst=10, name="a")]) as pool:
+            await asyncio.gather(*(ask(pool) for _ in range(10)))
+            pool.reload(PoolConfig((Endpoint(server.url, requests_per_minute=12, burst=12, name="a"),)))
+            with pytest.raises(DeadlinePassed):
+                await asyncio.gather(*(ask(pool, deadline_s=0.3) for _ in range(4)))
+        assert server.requests <= 12
+
+
+async def test_waiting_jobs_whose_model_is_no_longer_served_fail_by_name() -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url, concurrency=1)]) as pool:
+        running = asyncio.create_task(pool.chat(model="fault-silent", messages=USER))
+        waiting = asyncio.create_task(ask(pool))
+        await server.arrived(1)
+        pool.reload(PoolConfig((Endpoint(server.url, models=("other",)),)))
+        with pytest.raises(NoEndpoint):
+            await waiting
+        running.cancel()
+
+
+async def test_events_and_rows_tell_what_happened() -> None:
+    events: list[AttemptEnded] = []
+    async with ProviderServer() as server:
+        endpoint = Endpoint(server.url, name="judge", price_per_1k_tokens=2.0)
+        async with ComputePool([endpoint], on_event=events.append) as pool:
+            await ask(pool)
+            (row,) = pool.snapshot()
+            assert (row.endpoint, row.done, row.in_flight) == ("judge", 1, 0)
+            assert row.spent == pytest.approx(0.014)
+            assert 'penstock_pool_done_total{endpoint="judge"} 1' in prometheus_text([row], pool.waiting)
+    (event,) = events
+    assert (event.endpoint, event.kind, event.status, event.tokens) == ("judge", "done", 200, 7.0)
+
+
+async def test_a_listener_that_raises_loses_no_job(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(event: AttemptEnded) -> None:
+        raise RuntimeError("listener")
+
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url)], on_event=broken) as pool:
+        assert await ask(pool) == "echo: hello"
+    assert "on_event of a compute pool raised" in caplog.text
+
+
+async def test_a_request_that_is_no_json_fails_alone() -> None:
+    async with ComputePool([Endpoint("http://127.0.0.1:9/v1")]) as pool:
+        with pytest.raises(PoolError, match="can't be written as JSON"):
+            await ask(pool, when=object())
+        assert pool.waiting == pool.running == 0
+
+
+async def test_a_pool_left_open_leaks_no_task() -> None:
+    async with ProviderServer() as server:
+        pool = ComputePool([Endpoint(server.url)])
+        before = len(asyncio.all_tasks())
+        await asyncio.gather(*(ask(pool) for _ in range(20)))
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == before
+        await pool.close()
+        gc.collect()
+
+
+def test_two_endpoints_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="two endpoints are called 'a'"):
+        ComputePool([Endpoint("http://a", name="a"), Endpoint("http://b", name="a")])
+    with pytest.raises(ConfigError, match="at least one endpoint"):
+        ComputePool([])
+
+
+def test_a_transport_of_the_users_own_can_replace_http() -> None:
+    class Recorded(HttpTransport):
+        sent = 0
+
+        async def send(self, endpoint, request, timeout_s, chunk):
+            self.sent += 1
+            return await FunctionTransport(lambda body: {"choices": []}).send(endpoint, request, timeout_s, chunk)
+
+    http = Recorded()
+
+    async def one() -> None:
+        async with ComputePool([Endpoint("https://never.example")], http=http) as pool:
+            await pool.chat(model="m", messages=USER)
+
+    asyncio.run(one())
+    assert http.sent == 1
