@@ -1,0 +1,315 @@
+"""The model that learns: forward and backward passes, the exact mini-batch gradient, the optimizer step.
+
+Decides how a pass becomes gradient and when a step is refused (non-finite loss or gradient). Refuses to know where
+samples come from, how advantages are made and who gets the weights.
+
+Weights, gradients and optimizer state are float32. With `dtype="bfloat16"` the passes run under autocast and the
+weights are sent as bfloat16: at post-training learning rates most steps are smaller than bfloat16 can hold, and would
+be lost. Dropout stays off, so that a pass gives the log-probabilities that sampling saw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from penstock.config.run import TrainConfig, old_logprobs_refusal
+from penstock.errors import CheckpointError, ConfigError, MissingExtra
+from penstock.train.batching import PassBatch
+from penstock.train.forward import TokenScores, score_tokens
+from penstock.train.losses import approximate_kl, get_loss, token_weights
+from penstock.train.schedule import lr_at
+from penstock.train.sums import Sums
+
+__all__ = ["Actor", "NamedTensor", "OptimizerStep", "load_causal_lm", "pick_device"]
+
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+
+NamedTensor = tuple[str, str, tuple[int, ...], memoryview]
+"""Hugging Face name, dtype as in safetensors, shape, raw little-endian bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    applied: bool
+    grad_norm: float
+    """Of the normalised gradient, before clipping; NaN where the mini-batch had nothing to learn from."""
+    lr: float
+    cause: str = ""
+    """Why it was not applied."""
+
+
+class Actor:
+    """A causal LM with its optimizer, its reference and, where needed, the step's first weights.
+
+    `folder` is a Hugging Face model folder (llama, qwen2 or qwen3). `total_optimizer_steps` and the configuration
+    give the learning rate, `horizon_tokens` the constant length of `seq-mean-token-sum-norm`. The reference is a
+    frozen copy of the folder's model, made only where `config.kl_coef` is above 0, and not changed by
+    `checkpoint.load`. Raises CheckpointError for a missing, broken or unsupported model.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: TrainConfig,
+        *,
+        total_optimizer_steps: int,
+        horizon_tokens: int,
+        dtype: str = "float32",
+    ) -> None:
+        self.folder = folder
+        self.config = config
+        self.dtype = dtype
+        self.device = pick_device(config.device)
+        self._policy_loss = get_loss(config.loss)
+        self.total_optimizer_steps = total_optimizer_steps
+        self.horizon_tokens = horizon_tokens
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self.model = load_causal_lm(folder).to(self.device)
+        self.reference = _frozen_copy(self.model) if config.kl_coef > 0 else None
+        self._snapshot: Any = None
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.sums = Sums()
+        self.steps_skipped = 0
+        """Optimizer steps refused for a non-finite loss or gradient, in the whole run."""
+        self._denominator: Tensor | None = None
+        self._loss = torch.zeros((), device=self.device)
+        self._moved = False
+        self._temperature = 1.0
+        self._old_from_rollout = False
+
+    # ---- one training step
+
+    def begin_step(self, temperature: float = 1.0) -> None:
+        """Begins a step whose tokens are drawn at `temperature`, above 0.
+
+        New, old and reference log-probabilities and the entropy are all of softmax(logits / temperature). Remembers
+        the step's first weights where old log-probabilities are computed from them. Raises ConfigError where old ones
+        are to come from the rollout, which reports those of temperature 1, and `temperature` is another.
+        """
+        if temperature <= 0:
+            raise ConfigError(f"rollout.sampling.temperature={temperature:g}: greedy tokens can't be trained on")
+        if temperature != 1.0 and self.config.old_logprobs == "rollout":
+            raise ConfigError(old_logprobs_refusal(temperature))
+        self._temperature = temperature
+        self._old_from_rollout = self.config.old_logprobs != "recompute" and temperature == 1.0
+        self._moved = False
+        self.optimizer.zero_grad(set_to_none=True)
+        self._denominator = None
+        if not self._old_from_rollout and self.config.mini_batches_per_step > 1:
+            self._remember_weights()
+
+    def accumulate(self, batch: PassBatch) -> None:
+        """One forward and backward pass: adds the un-normalised gradient of the pass's samples."""
+        config = self.config
+        batch = batch.to(self.device)
+        weights = token_weights(batch.mask_BT, config.aggregation, self.horizon_tokens)
+        scores = self._score(self.model, batch, entropy_gradient=config.entropy_coef > 0)
+        old_logprobs_BT = self._old_logprobs(batch, scores)
+        policy = self._policy_loss(scores.logprobs_BT, old_logprobs_BT, batch.advantages_B, batch.mask_BT, config)
+        loss_BT = policy.loss_BT
+        mask_BT = batch.mask_BT.to(torch.float32)
+        if self.reference is not None:
+            with torch.no_grad():
+                reference_BT = self._score(self.reference, batch).logprobs_BT
+            kl_BT = approximate_kl(scores.logprobs_BT, reference_BT, config.kl_estimator)
+            loss_BT = loss_BT + config.kl_coef * kl_BT
+            self.sums.add("kl", kl_BT, mask_BT)
+        if config.entropy_coef > 0:
+            loss_BT = loss_BT - config.entropy_coef * scores.entropy_BT
+        loss = (weights.weights_BT * loss_BT).sum()
+        loss.backward()
+        # A NaN can vanish in a clamp's backward pass, so the gradient alone doesn't tell.
+        self._loss = loss.detach() if self._denominator is None else self._loss + loss.detach()
+        if self._denominator is None or weights.constant:
+            self._denominator = weights.denominator
+        else:
+            self._denominator = self._denominator + weights.denominator
+        self.sums.add("loss", loss_BT, weights.weights_BT)
+        self.sums.add("entropy", scores.entropy_BT, mask_BT)
+        self.sums.add("clip_fraction", policy.clipped_BT.to(torch.float32), mask_BT)
+        self.sums.add("ratio", policy.ratio_BT, mask_BT)
+        self.sums.add("policy_kl", approximate_kl(old_logprobs_BT, scores.logprobs_BT.detach(), "k3"), mask_BT)
+        if not self._moved:
+            # Both sides hold the same weights here, so whatever differs is the engines' arithmetic.
+            # Engines report log-probabilities at temperature 1, so that is what they are compared at.
+            gap_BT = (scores.model_logprobs_BT - batch.rollout_logprobs_BT).abs()
+            self.sums.add("rollout_logprob_gap", gap_BT, mask_BT)
+
+    def optimizer_step(self, position: int) -> OptimizerStep:
+        """Ends a mini-batch: divides the gradient once, clips it, steps; `position` counts mini-batches of the run.
+
+        A mini-batch without any pass changes nothing. A non-finite gradient (a non-finite loss makes one) leaves
+        weights and optimizer as they were and is counted.
+        """
+        config = self.config
+        lr = lr_at(
+            position,
+            peak=config.lr,
+            total=self.total_optimizer_steps,
+            warmup=config.warmup_steps,
+            schedule=config.lr_schedule,
+        )
+        denominator, self._denominator = self._denominator, None
+        if denominator is None:
+            return OptimizerStep(False, math.nan, lr, "no group of the mini-batch had a signal")
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        torch._foreach_div_(gradients, denominator)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        grad_norm, loss = torch.stack([norm, self._loss / denominator]).tolist()
+        if not (math.isfinite(grad_norm) and math.isfinite(loss)):
+            self.steps_skipped += 1
+            self.optimizer.zero_grad(set_to_none=True)
+            return OptimizerStep(False, grad_norm, lr, f"the loss is {loss} and the gradient's norm {grad_norm}")
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), config.max_grad_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._moved = True
+        return OptimizerStep(True, grad_norm, lr)
+
+    @torch.no_grad()
+    def logprobs(self, batch: PassBatch) -> Tensor:
+        """float32 [B, T] log-probabilities of the output tokens at temperature 1, by the weights as they are now."""
+        return self._score(self.model, batch.to(self.device)).model_logprobs_BT
+
+    # ---- weights to send
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """All weights under their Hugging Face names, tied ones once; views of them where they lie in host memory.
+
+        The views are valid until the next optimizer step.
+        """
+        for name, tensor in self.named_weights():
+            sent = tensor.to(torch.bfloat16) if self.dtype == "bfloat16" and tensor.is_floating_point() else tensor
+            yield name, _SAFETENSORS_DTYPES[sent.dtype], tuple(sent.shape), tensor_bytes(sent)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and persistent buffers by Hugging Face name, tied ones once."""
+        seen: set[int] = set()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor.detach()
+
+    def config_json(self) -> str:
+        """The model's config.json, with the dtype that is sent."""
+        config = json.loads(self.model.config.to_json_string(use_diff=False))
+        config["dtype"] = self.dtype
+        config["architectures"] = [type(self.model).__name__]
+        return json.dumps(config)
+
+    # ---- within
+
+    def _old_logprobs(self, batch: PassBatch, scores: TokenScores) -> Tensor:
+        if self._old_from_rollout:
+            return batch.rollout_logprobs_BT
+        if self._snapshot is None or not self._moved:
+            return scores.logprobs_BT.detach()
+        with torch.no_grad():
+            return self._score(self._snapshot, batch).logprobs_BT
+
+    def _remember_weights(self) -> None:
+        if self._snapshot is None:
+            self._snapshot = _frozen_copy(self.model)
+            return
+        with torch.no_grad():
+            for kept, now in zip(self._snapshot.parameters(), self.model.parameters(), strict=True):
+                kept.copy_(now)
+
+    def _score(self, model: Any, batch: PassBatch, *, entropy_gradient: bool = False) -> TokenScores:
+        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.dtype == "bfloat16":
+            context = torch.autocast(self.device.type, dtype=torch.bfloat16)
+        with context:
+            return score_tokens(model, batch, temperature=self._temperature, entropy_gradient=entropy_gradient)
+
+
+_SAFETENSORS_DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's bytes as a flat memoryview: no copy where it is contiguous and in host memory."""
+    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    return memoryview(cast(Any, flat.view(torch.uint8).numpy()))
+
+
+def safetensors_dtype(tensor: Tensor) -> str:
+    return _SAFETENSORS_DTYPES[tensor.dtype]
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one. Raises ConfigError for what is no CPU or CUDA device, or is not there."""
+    allowed = "allowed: auto, cpu, cuda, cuda:0, ..."
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"train.device={name!r} is not a device; {allowed}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"train.device={name!r} is not supported; {allowed}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"train.device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def load_causal_lm(folder: Path) -> Any:
+    """The float32 model of a folder, without dropout. Raises CheckpointError naming the folder and what is wrong."""
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError as error:
+        raise MissingExtra("transformers", "train", "training") from error
+
+    # A progress bar for a load of milliseconds would break the live view.
+    disable_progress_bar()
+    config_path = folder / "config.json"
+    try:
+        model_type = json.loads(config_path.read_text())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{config_path} is missing or is not a Hugging Face model configuration") from error
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise CheckpointError(f"{config_path}: model_type {model_type!r} is not supported; supported are: {supported}")
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, attn_implementation="sdpa", output_loading_info=True
+        )
+    # transformers and safetensors raise whatever they meet; every kind of it means that this folder can't be used.
+    except Exception as error:
+        raise CheckpointError(f"{folder} holds no usable model: {type(error).__name__}: {error}") from error
+    missing = sorted(report["missing_keys"]) + [str(key) for key in report.get("mismatched_keys", ())]
+    if missing:
+        raise CheckpointError(f"{folder}: weights are missing or of another shape: {', '.join(missing[:5])}")
+    return model.eval()
+
+
+def _frozen_copy(model: Any) -> Any:
+    return copy.deepcopy(model).requires_grad_(False)

@@ -1,0 +1,151 @@
+"""The batches that the trainer has open at the manager: sent, listened to, released, and cancelled if a run breaks off.
+
+Decides how a batch of the configuration is packed and which of its samples are kept for people. Refuses to know what
+becomes of its groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+from penstock.config.run import RunConfig
+from penstock.observe import events
+from penstock.rollout.pack import Packer
+from penstock.sample import Prompt
+from penstock.train.intake import Intake
+from penstock.train.ports import TrainerPorts
+from penstock.train.sampling import eval_sampling_of, sampling_of
+
+__all__ = ["CALL_S", "Batches"]
+
+# Beyond the manager's own deadline, for the rare case that the manager itself has fallen silent.
+STALL_GRACE_S = 30.0
+CALL_S = 30.0
+"""Deadline of one call to the manager (publish, submit, release); none of them waits for generation."""
+CANCEL_S = 0.5
+"""For telling the manager that open batches are given up: an ending run has little time, and Ctrl-C less."""
+
+
+class Batches:
+    """Batches of one run, `train-<step>` and `eval-<step>`. All calls come from the main thread."""
+
+    def __init__(self, config: RunConfig, ports: TrainerPorts, clock: Callable[[], float]) -> None:
+        self._config = config
+        self._ports = ports
+        self._clock = clock
+        self._training_sampling = sampling_of(config.rollout.sampling, ports.stop_ids)
+        self._eval_sampling = eval_sampling_of(config, ports.stop_ids)
+        self._stall_s = max(config.rollout.deadline_s, config.reward.timeout_s) + STALL_GRACE_S
+        self._open: dict[str, Intake] = {}
+        """Submitted and not released."""
+
+    def submit_training(self, step: int, version: int, prompts: Sequence[Prompt]) -> Intake:
+        """Sends a step's prompts; their samples are scored as they finish, from now on."""
+        rollout, train = self._config.rollout, self._config.train
+        packer = Packer(
+            groups_expected=len(prompts),
+            samples_per_prompt=rollout.samples_per_prompt,
+            mini_batch_groups=-(-len(prompts) // train.mini_batches_per_step),
+            min_samples=train.min_samples_per_micro_batch,
+            unscored=self._config.reward.unscored,
+        )
+        every = self._config.observe.samples_every
+        return self._submit(f"train-{step}", version, prompts, packer, kept=bool(every) and step % every == 0)
+
+    def submit_evaluation(self, step: int, version: int) -> Intake:
+        """Sends the held-out questions, one sample each, by the path of any other batch."""
+        prompts = self._ports.eval_prompts
+        packer = Packer(
+            groups_expected=len(prompts),
+            samples_per_prompt=1,
+            mini_batch_groups=len(prompts),
+            min_samples=len(prompts),
+            unscored=self._config.reward.unscored,
+        )
+        kept = bool(self._config.observe.samples_every)
+        return self._submit(f"eval-{step}", version, prompts, packer, kept=kept, evaluation=True)
+
+    def release(self, intake: Intake) -> None:
+        """Waits for the manager's last word on a batch and lets it forget it."""
+        intake.wait_ended(self._ports.watch)
+        del self._open[intake.batch]
+        self._call(self._ports.rollout.release(intake.batch), f"releasing batch {intake.batch}")
+
+    @contextlib.contextmanager
+    def cancelled_on_error(self) -> Iterator[None]:
+        """Cancels the batches that are open when an error or Ctrl-C passes through."""
+        try:
+            yield
+        except BaseException as error:
+            self._cancel_open(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+            raise
+
+    # ---- within
+
+    def _submit(
+        self,
+        batch: str,
+        version: int,
+        prompts: Sequence[Prompt],
+        packer: Packer,
+        *,
+        kept: bool,
+        evaluation: bool = False,
+    ) -> Intake:
+        config, ports = self._config, self._ports
+        scorer = ports.eval_scorer if evaluation and ports.eval_scorer is not None else ports.scorer
+        intake = Intake(
+            batch,
+            prompts,
+            packer,
+            scorer,
+            ports.decoder,
+            stall_s=self._stall_s,
+            keep=self._kept(prompts, packer.samples_per_prompt) if kept else (),
+            clock=self._clock,
+        )
+        submission = ports.rollout.submit(
+            batch=batch,
+            version=version,
+            prompts=prompts,
+            samples_per_prompt=packer.samples_per_prompt,
+            run_seed=config.seed,
+            sampling=self._eval_sampling if evaluation else self._training_sampling,
+            deadline_s=config.rollout.deadline_s,
+            listener=intake,
+        )
+        # Before it is sent: a submission that breaks off half way may have reached the manager.
+        self._open[batch] = intake
+        self._call(submission, f"submitting batch {batch}")
+        return intake
+
+    def _kept(self, prompts: Sequence[Prompt], samples_per_prompt: int) -> list[tuple[int, int]]:
+        """(prompt, replica) of the samples to record: of as many prompts as may be, and not those that end first."""
+        everyone = ((prompt.index, replica) for replica in range(samples_per_prompt) for prompt in prompts)
+        return list(itertools.islice(everyone, self._config.observe.samples_per_step))
+
+    def _call(self, call: Coroutine[Any, Any, None], what: str) -> None:
+        self._ports.edge.run(call, what, CALL_S)
+
+    def _cancel_open(self, cause: str) -> None:
+        """Tells the manager, within `CANCEL_S`, that nobody waits any more. What goes wrong with that is a warning."""
+        given_up, self._open = self._open, {}
+        if not given_up:
+            return
+
+        async def cancel() -> None:
+            for intake in given_up.values():
+                intake.cancel(cause)
+            for batch in given_up:
+                await self._ports.rollout.cancel(batch, cause)
+
+        try:
+            self._ports.edge.run(cancel(), f"cancelling {', '.join(given_up)}", CANCEL_S)
+        # The run ends with its own error, whatever this one is.
+        except Exception as error:  # noqa: BLE001
+            message = f"batches could not be cancelled: {type(error).__name__}: {error}"
+            self._ports.emit(events.Warned(ts=time.time(), where="rollout", message=message))

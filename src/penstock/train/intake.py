@@ -1,0 +1,237 @@
+"""One batch's way from the edge loop to the main thread: finished, decoded, scored, packed, taken.
+
+Decides when the main thread may go on. Refuses to know about gradients. Samples are scored as each one finishes, so
+rewards overlap with generation; what waits here is bounded by the batch's own size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from penstock.errors import DeadlineExceeded, RolloutError
+from penstock.rollout.pack import Packer
+from penstock.sample import Finish, Group, Prompt, Sample, SampleId, Unscored
+from penstock.train.ports import Finished, SampleScorer, TextDecoder
+from penstock.wire import BatchDone
+
+__all__ = ["Intake"]
+
+# Ctrl-C and the caller's watch are served this often while the main thread waits.
+_SLICE_S = 0.2
+
+
+class Intake:
+    """The listener of one batch. `on_*` are called on the edge loop, everything else on the main thread.
+
+    `stall_s`: seconds without any sample arriving or being scored after which waiting becomes DeadlineExceeded. The
+    manager has its own, shorter deadline and says more; this one is for when nothing is heard at all. `keep`: (prompt,
+    replica) of samples to hold for `kept`.
+    """
+
+    def __init__(
+        self,
+        batch: str,
+        prompts: Sequence[Prompt],
+        packer: Packer,
+        scorer: SampleScorer,
+        decoder: TextDecoder,
+        *,
+        stall_s: float,
+        keep: Sequence[tuple[int, int]] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.batch = batch
+        self.packer = packer
+        self.samples_expected = packer.groups_expected * packer.samples_per_prompt
+        self._prompts = {prompt.index: prompt for prompt in prompts}
+        self._scorer = scorer
+        self._decoder = decoder
+        self._stall_s = stall_s
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._kept: dict[tuple[int, int], Sample | None] = dict.fromkeys(keep)
+        self._cancelled = False
+        self._arrived = 0
+        self._ended = False
+        self.tokens = 0
+        """Output tokens of all samples that arrived."""
+        self.truncated = 0
+        self.failed = 0
+        self.started = self._last_news = clock()
+        self.last_arrival = self.started
+        self.waited_s = 0.0
+        """Time that the main thread was blocked here."""
+
+    # ---- on the edge loop
+
+    def on_samples(self, samples: Sequence[Finished]) -> None:
+        if self._cancelled:
+            return
+        try:
+            for finished in samples:
+                self._take_in(finished)
+        # Whatever it is, the main thread must hear of it rather than wait for the rest.
+        except Exception as error:  # noqa: BLE001
+            self._fail(error)
+
+    def on_done(self, done: BatchDone) -> None:
+        with self._changed:
+            if self._arrived != self.samples_expected:
+                self._set_failure(
+                    RolloutError(
+                        f"the manager ended batch {self.batch} with {self._arrived} of {self.samples_expected} samples "
+                        f"sent (it counts {done.samples} finished, {done.failed} failed)"
+                    )
+                )
+            self._ended = True
+            self._changed.notify_all()
+
+    def on_failed(self, error: RolloutError) -> None:
+        self._fail(error)
+
+    def cancel(self, cause: str) -> None:
+        """Gives the batch up: stops scoring, and takes in nothing that still comes."""
+        self._fail(RolloutError(f"batch {self.batch} was given up: {cause}"))
+        self._cancelled = True
+        for task in self._tasks:
+            task.cancel()
+
+    def _take_in(self, finished: Finished) -> None:
+        prompt = self._prompts.get(finished.prompt)
+        if prompt is None:
+            raise RolloutError(f"batch {self.batch} got a sample of prompt {finished.prompt}, which it didn't ask for")
+        with self._changed:
+            self._arrived += 1
+            self.tokens += len(finished.token_ids)
+            self.last_arrival = self._last_news = self._clock()
+            self.truncated += finished.finish is Finish.LENGTH
+        sample = Sample(
+            id=SampleId(self.batch, finished.prompt, finished.replica),
+            prompt=prompt,
+            token_ids=finished.token_ids,
+            logprobs=finished.logprobs,
+            version_spans=tuple(finished.version_spans),
+            finish=finished.finish,
+        )
+        if finished.finish is Finish.FAILED or not len(finished.token_ids):
+            sample.score = Unscored(f"generation failed: {finished.cause or 'no tokens'}")
+            with self._changed:
+                self.failed += 1
+                self.packer.fail(finished.prompt, finished.replica, sample.score.cause)
+                self._keep(sample)
+                self._changed.notify_all()
+            return
+        sample.response = self._decoder.decode(finished.token_ids.tolist(), skip_special_tokens=True)
+        task = asyncio.get_running_loop().create_task(self._score(sample), name=f"score {sample.id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._scored)
+
+    async def _score(self, sample: Sample) -> None:
+        sample.score = await self._scorer.score(sample)
+        with self._changed:
+            self.packer.add(sample)
+            self._keep(sample)
+            self._last_news = self._clock()
+            self._changed.notify_all()
+
+    def _keep(self, sample: Sample) -> None:
+        key = (sample.id.prompt, sample.id.replica)
+        if key in self._kept:
+            self._kept[key] = sample
+
+    def _scored(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            self._fail(RolloutError(f"scoring was cancelled ({task.get_name()})"))
+        elif (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._set_failure(error)
+
+    def _set_failure(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._changed.notify_all()
+
+    # ---- on the main thread
+
+    def take(self, whole: bool = False, watch: Callable[[], None] | None = None) -> list[Group]:
+        """The next list of complete groups, waiting for it; with `whole` not before all of the batch is there.
+
+        `watch` is called several times a second while waiting and may raise. Raises the batch's RolloutError,
+        whatever scoring raised, or DeadlineExceeded.
+        """
+        began = self._begin_wait()
+        try:
+            while True:
+                with self._changed:
+                    if not self._ready(whole):
+                        self._changed.wait(_SLICE_S)
+                    self._check()
+                    if self._ready(whole) and (groups := self.packer.take()) is not None:
+                        return groups
+                if watch is not None:
+                    watch()
+        finally:
+            self.waited_s += self._clock() - began
+
+    def wait_ended(self, watch: Callable[[], None] | None = None) -> None:
+        """Waits for the manager's last word on the batch, which comes behind its last samples. Raises as `take`."""
+        self._begin_wait()
+        while True:
+            with self._changed:
+                if not self._ended:
+                    self._changed.wait(_SLICE_S)
+                self._check()
+                if self._ended:
+                    return
+            if watch is not None:
+                watch()
+
+    @property
+    def done(self) -> bool:
+        with self._changed:
+            return self.packer.done
+
+    @property
+    def rollout_s(self) -> float:
+        """From the batch's submission to its last sample so far."""
+        return self.last_arrival - self.started
+
+    def kept(self) -> list[Sample]:
+        """The samples of `keep` that came, with their scores or the causes why they have none, in its order."""
+        with self._changed:
+            return [sample for sample in self._kept.values() if sample is not None]
+
+    def unscored(self) -> dict[str, int]:
+        """Samples without a score, by cause."""
+        with self._changed:
+            return dict(self.packer.unscored_samples)
+
+    def _ready(self, whole: bool) -> bool:
+        return self._failure is not None or (self.packer.all_complete if whole else self.packer.takeable)
+
+    def _begin_wait(self) -> float:
+        """Now. Silence counts from here at the earliest: while the main thread trained, nobody was kept waiting."""
+        with self._changed:
+            now = self._clock()
+            self._last_news = max(self._last_news, now)
+            return now
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        silent_s = self._clock() - self._last_news
+        if silent_s > self._stall_s:
+            scoring = len(self._tasks)
+            raise DeadlineExceeded(
+                f"batch {self.batch}: nothing heard for {silent_s:.0f} s, with {self._arrived} of "
+                f"{self.samples_expected} samples arrived and {scoring} being scored"
+            )

@@ -1,0 +1,293 @@
+"""The streaming training loop.
+
+One step: its prompts are submitted; samples are scored as each finishes; complete groups become advantages, passes
+and gradient while the others still run; the optimizer steps at each mini-batch boundary; the next weight version is
+published. With `train.streaming=false` groups are taken once all of them are there, and nothing else differs.
+
+The loop decides the order of these things. Who generates, who scores, where weights and records go is passed in
+(`ports`), so that tests drive the same loop with fakes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from penstock.config.run import RunConfig
+from penstock.errors import StorageError
+from penstock.observe import events
+from penstock.sample import Group
+from penstock.train.actor import Actor, OptimizerStep
+from penstock.train.advantages import get_advantage, has_signal
+from penstock.train.batches import CALL_S, Batches
+from penstock.train.batching import PassBatch, collate_samples, split_passes
+from penstock.train.checkpoint import Position
+from penstock.train.intake import Intake
+from penstock.train.ports import TrainerPorts
+from penstock.train.tally import Tally, value_of
+
+__all__ = ["Trainer", "TrainerPorts"]
+
+
+class Trainer:
+    """Runs `config.train.steps` steps with `actor`, from step `start_step` (0, or a checkpoint's).
+
+    `run()` returns when the last step is done, evaluated and saved. It raises RolloutError for a batch that can't be
+    completed, RewardError where scoring itself is broken, StorageError where the last checkpoint can't be written; an
+    earlier checkpoint that can't be written is a warning. KeyboardInterrupt passes through. Whatever ends it, batches
+    that are open are cancelled first, so that nobody generates for a run that is over.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        actor: Actor,
+        ports: TrainerPorts,
+        *,
+        start_step: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.actor = actor
+        self.ports = ports
+        self.step = start_step
+        """Steps that are done."""
+        self.version = start_step
+        """Weight version that generates now: one for each step."""
+        self._clock = clock
+        self._saved_step = start_step
+        self._at_boundary = True
+        """Whether the weights are those that step `self.step` begins with."""
+        self._worked_through = False
+        """Whether they are those that step `self.step` ends with."""
+        self._advantage = get_advantage(config.train.advantage)
+        train = config.train
+        # The KL and the entropy term learn from every group, whatever its rewards.
+        self._skips_without_signal = train.skip_groups_without_signal and train.kl_coef == train.entropy_coef == 0
+        self._batches = Batches(config, ports, clock)
+
+    # ---- the run
+
+    def run(self) -> None:
+        """All steps that are left, with the evaluations before, between and after them."""
+        self._warn_of_truncation()
+        self.publish()
+        while self.step < self.config.train.steps:
+            self.train_step()
+        with self._batches.cancelled_on_error():
+            self._finish_evaluation(self._start_evaluation())
+        self._save()
+
+    def save_where_stopped(self) -> None:
+        """After a run broke off: saves the step boundary that it stands at, if that is not on the disk already.
+
+        In a step whose optimizer has stepped already there is no boundary to save. Never raises for the disk's sake.
+        """
+        if self._worked_through:
+            # Its gradient is applied and nothing but words with the manager was left of it.
+            self.step, self.version = self.step + 1, self.version + 1
+            self._worked_through, self._at_boundary = False, True
+        if self._at_boundary and self.step > self._saved_step:
+            self._save_if_possible()
+
+    def train_step(self) -> dict[str, float]:
+        """One step; returns its metrics."""
+        with self._batches.cancelled_on_error():
+            return self._train_step()
+
+    def _train_step(self) -> dict[str, float]:
+        ports, step = self.ports, self.step
+        began = self._clock()
+        prompts = ports.prompts.for_step(step)
+        tally = Tally(self.version)
+        intake = self._batches.submit_training(step, self.version, prompts)
+        ports.emit(
+            events.StepStarted(
+                ts=time.time(),
+                step=step,
+                weight_version=self.version,
+                prompts=len(prompts),
+                samples=intake.samples_expected,
+            )
+        )
+        # Sent behind the training batch, it fills the engines while that one's longest samples end.
+        evaluation = self._start_evaluation() if self._evaluates_before(step) else None
+        self._work_through(intake, tally)
+        self._worked_through = True
+        self._batches.release(intake)
+        self._record_samples(intake)
+        self._finish_evaluation(evaluation)
+        self._report_unscored(intake)
+        self.step += 1
+        self.version += 1
+        self._worked_through, self._at_boundary = False, True
+        self.publish()
+        metrics = self._metrics(intake, tally, evaluation, self._clock() - began)
+        ports.record(step, metrics)
+        ports.emit(events.StepFinished(ts=time.time(), step=step, metrics=metrics))
+        every = self.config.train.checkpoint_every
+        if every and self.step % every == 0 and self.step < self.config.train.steps:
+            self._save_if_possible()
+        return metrics
+
+    def _work_through(self, intake: Intake, tally: Tally) -> None:
+        """Takes groups as they come; gradient for each; the optimizer at each mini-batch boundary."""
+        train = self.config.train
+        self.actor.begin_step(self.config.rollout.sampling.temperature)
+        while not intake.done:
+            groups = intake.take(whole=not train.streaming, watch=self.ports.watch)
+            began = self._clock()
+            for batch in self._passes(groups, tally):
+                self.actor.accumulate(batch)
+                self.ports.watch()
+            if intake.packer.mini_batch_complete:
+                self._at_boundary = False
+                position = self.step * train.mini_batches_per_step + intake.packer.mini_batch
+                self._note_optimizer_step(self.actor.optimizer_step(position), tally)
+            tally.train_s += self._clock() - began
+
+    def _passes(self, groups: Sequence[Group], tally: Tally) -> list[PassBatch]:
+        """Advantages on whole groups, then the samples cut into passes by token budget."""
+        samples = [sample for group in groups for sample in group.samples]
+        if not samples:
+            return []
+        rewards_B = torch.tensor([value_of(sample) for sample in samples], dtype=torch.float32)
+        group_B = torch.tensor([k for k, group in enumerate(groups) for _ in group.samples])
+        advantages_B = self._advantage(rewards_B, group_B)
+        advantages, signal = advantages_B.tolist(), has_signal(advantages_B, group_B).tolist()
+        tally.take_in(groups, signal)
+        chosen = [k for k in range(len(samples)) if signal[k] or not self._skips_without_signal]
+        lengths = [len(samples[k].prompt.token_ids) + len(samples[k].token_ids) for k in chosen]
+        passes = split_passes(lengths, self.config.train.tokens_per_micro_batch)
+        tally.passes += len(passes)
+        return [
+            collate_samples([samples[chosen[k]] for k in rows], [advantages[chosen[k]] for k in rows])
+            for rows in passes
+        ]
+
+    # ---- edges
+
+    def publish(self) -> None:
+        """Makes the weights as they are now version `self.version`, for every agent to pull."""
+        ports, began = self.ports, time.perf_counter()
+        manifest = ports.weights.publish(self.version, self.actor.named_tensors(), self.actor.config_json())
+        announcement = ports.rollout.publish(self.version, ports.weights_source)
+        ports.edge.run(announcement, f"announcing weight version {self.version}", CALL_S)
+        wall_s = time.perf_counter() - began
+        ports.emit(
+            events.WeightsPublished(
+                ts=time.time(), version=self.version, nbytes=int(manifest.raw_nbytes), wall_s=wall_s
+            )
+        )
+
+    # ---- evaluation
+
+    def _evaluates_before(self, step: int) -> bool:
+        every = self.config.train.eval_every
+        return step % every == 0 if every else step == 0
+
+    def _start_evaluation(self) -> Intake | None:
+        """Sends the held-out questions to the engines, greedy and one sample each, by the path of any other batch."""
+        if not self.ports.eval_prompts:
+            return None
+        return self._batches.submit_evaluation(self.step, self.version)
+
+    def _finish_evaluation(self, intake: Intake | None) -> None:
+        """Waits for an evaluation's answers. Accuracy is the share of scored ones with a score of 1 or more."""
+        if intake is None:
+            return
+        values = [value_of(group.samples[0]) for group in intake.take(whole=True, watch=self.ports.watch)]
+        self._batches.release(intake)
+        self._record_samples(intake)
+        self._report_unscored(intake)
+        if not values:
+            self._warn("evaluation", f"no answer of {intake.batch} could be scored; accuracy is not known")
+            return
+        self.ports.emit(
+            events.Evaluated(
+                ts=time.time(),
+                step=self.step,
+                weight_version=self.version,
+                accuracy=sum(value >= 1.0 for value in values) / len(values),
+                questions=len(values),
+                wall_s=intake.rollout_s,
+            )
+        )
+
+    # ---- records
+
+    def _record_samples(self, intake: Intake) -> None:
+        if samples := intake.kept():
+            self.ports.record_samples(self.step, samples)
+
+    def _metrics(self, intake: Intake, tally: Tally, evaluation: Intake | None, step_s: float) -> dict[str, float]:
+        waited_s = intake.waited_s + (evaluation.waited_s if evaluation else 0.0)
+        packer = intake.packer
+        counted = {
+            "samples": float(intake.samples_expected),
+            "unscored": float(sum(packer.unscored_samples.values())),
+            "failed": float(intake.failed),
+            "truncated_share": intake.truncated / intake.samples_expected,
+            "response_tokens": float(intake.tokens),
+            "response_tokens_mean": intake.tokens / max(1, intake.samples_expected - intake.failed),
+            "groups_dropped": float(sum(packer.dropped_groups.values())),
+            "rollout_s": intake.rollout_s,
+            "rollout_tokens_per_s": intake.tokens / max(1e-9, intake.rollout_s),
+            "trainer_wait_s": waited_s,
+            "step_s": step_s,
+            "optimizer_steps_skipped_total": float(self.actor.steps_skipped),
+        }
+        return {**tally.metrics(), **self.actor.sums.means(), **counted}
+
+    def _note_optimizer_step(self, done: OptimizerStep, tally: Tally) -> None:
+        tally.lr = done.lr
+        if done.applied:
+            tally.grad_norms.append(done.grad_norm)
+            tally.optimizer_steps += 1
+        else:
+            self._warn("optimizer", f"step {self.step}: the optimizer step was left out: {done.cause}")
+
+    def _report_unscored(self, intake: Intake) -> None:
+        causes = intake.unscored()
+        if causes:
+            dropped = sum(intake.packer.dropped_groups.values())
+            self.ports.emit(events.Unscorable(ts=time.time(), step=self.step, causes=causes, groups_dropped=dropped))
+
+    def _warn_of_truncation(self) -> None:
+        sampling = self.config.rollout.sampling
+        cut = [name for name, on in (("top_p", sampling.top_p < 1), ("top_k", sampling.top_k > 0)) if on]
+        if cut:
+            names = " and ".join(f"rollout.sampling.{name}" for name in cut)
+            self._warn(
+                "sampling",
+                f"{names} cut the distribution that training samples are drawn from, and the gradient is that of the "
+                "whole one (as in verl): it is biased",
+            )
+
+    def _warn(self, where: str, message: str) -> None:
+        self.ports.emit(events.Warned(ts=time.time(), where=where, message=message))
+
+    def _save_if_possible(self) -> None:
+        try:
+            self._save()
+        except StorageError as error:
+            # The run is worth more than one of its checkpoints; the last one still raises.
+            self._warn("checkpoint", str(error))
+
+    def _save(self) -> None:
+        began = time.perf_counter()
+        saved = self.ports.checkpoints.save(self.actor, Position(self.step, self.version, self.config.seed))
+        if saved.left:
+            self._warn("checkpoint", f"{saved.path} is written; older ones {saved.left}")
+        self._saved_step = self.step
+        self.ports.emit(
+            events.CheckpointSaved(
+                ts=time.time(),
+                step=self.step,
+                path=str(saved.path),
+                nbytes=saved.nbytes,
+                wall_s=time.perf_counter() - began,
+            )
+        )

@@ -1,0 +1,146 @@
+"""Losses: what a token's probability should do, and how tokens add up. Plain functions on tensors.
+
+Decides the loss of each output token and its weight in the whole. Refuses to know about models, groups and passes.
+Shape suffixes: `_BT`, B samples with their output tokens right-padded to T; `_B`, one number a sample.
+
+Aggregation is split in two so that it is exact however a mini-batch is cut into passes: each pass back-propagates
+the un-normalised sum of `weights_BT * loss_BT`, and the gradient is divided once, at the mini-batch's end, by the sum
+of all passes' denominators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.config.run import TrainConfig
+from penstock.train.registry import Registry
+
+__all__ = [
+    "Aggregation",
+    "KlEstimator",
+    "PolicyLoss",
+    "TokenLoss",
+    "TokenWeights",
+    "aggregate",
+    "approximate_kl",
+    "get_loss",
+    "ppo_clip",
+    "register_loss",
+    "token_weights",
+]
+
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+KlEstimator = Literal["k1", "abs", "k2", "k3"]
+
+# Ratios are exp of a difference; beyond this one they say only "absurd" and would overflow.
+_MAX_LOG_RATIO = 20.0
+
+
+class TokenLoss(NamedTuple):
+    loss_BT: Tensor
+    ratio_BT: Tensor
+    """New over old probability, without gradient; for the metrics."""
+    clipped_BT: Tensor
+    """bool: the loss took the token's gradient away; for the metrics."""
+
+
+PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, TrainConfig], TokenLoss]
+"""`f(logprobs_BT, old_logprobs_BT, advantages_B, mask_BT, config) -> TokenLoss`.
+
+Log-probabilities are those of the distribution that tokens were drawn from; `mask_BT` is True on output tokens, and
+what stands elsewhere counts for nothing. KL and entropy terms are added by the actor."""
+
+_REGISTRY: Registry[PolicyLoss] = Registry("train.loss", "a policy loss")
+register_loss = _REGISTRY.register
+get_loss = _REGISTRY.get
+
+
+@register_loss("ppo_clip")
+def _ppo_clip(
+    logprobs_BT: Tensor, old_logprobs_BT: Tensor, advantages_B: Tensor, mask_BT: Tensor, config: TrainConfig
+) -> TokenLoss:
+    return ppo_clip(logprobs_BT, old_logprobs_BT, advantages_B, config.clip_low, config.clip_high)
+
+
+def ppo_clip(
+    logprobs_BT: Tensor, old_logprobs_BT: Tensor, advantages_B: Tensor, clip_low: float, clip_high: float
+) -> TokenLoss:
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) for each token (PPO, arXiv 1707.06347, equation 7).
+
+    Separate bounds as in DAPO (arXiv 2503.14476, equation 10). Gradients flow through `logprobs_BT` alone.
+    """
+    log_ratio_BT = (logprobs_BT - old_logprobs_BT.detach()).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    ratio_BT = log_ratio_BT.exp()
+    advantages_B1 = advantages_B.detach().unsqueeze(1)
+    free_BT = -advantages_B1 * ratio_BT
+    bound_BT = -advantages_B1 * ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return TokenLoss(torch.maximum(free_BT, bound_BT), ratio_BT.detach(), (bound_BT > free_BT).detach())
+
+
+def approximate_kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, estimator: KlEstimator) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from tokens that the policy drew.
+
+    Schulman 2020, "Approximating KL Divergence". With d = log policy - log reference:
+    k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+    """
+    d_BT = logprobs_BT - reference_logprobs_BT.detach()
+    if estimator == "k1":
+        return d_BT
+    if estimator == "abs":
+        return d_BT.abs()
+    if estimator == "k2":
+        return 0.5 * d_BT * d_BT
+    if estimator == "k3":
+        bounded_BT = d_BT.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        return torch.expm1(-bounded_BT) + bounded_BT
+    raise ValueError(f"unknown KL estimator {estimator!r}")
+
+
+class TokenWeights(NamedTuple):
+    weights_BT: Tensor
+    """float32; 0 for padding."""
+    denominator: Tensor
+    """Scalar: what these samples add to the mini-batch's denominator."""
+    constant: bool
+    """Whether the denominator is one constant for the whole mini-batch and is not to be added up."""
+
+
+def token_weights(mask_BT: Tensor, aggregation: Aggregation, horizon_tokens: int) -> TokenWeights:
+    """Weights and denominator of each aggregation (the names are verl's).
+
+    | aggregation             | weight of a token | denominator                     |
+    |-------------------------|-------------------|---------------------------------|
+    | token-mean              | 1                 | tokens                          |
+    | token-sum               | 1                 | 1                               |
+    | seq-mean-token-sum      | 1                 | samples                         |
+    | seq-mean-token-sum-norm | 1                 | samples x `horizon_tokens`      |
+    | seq-mean-token-mean     | 1 / own length    | samples                         |
+
+    `mask_BT` is True on output tokens. Samples without any output token don't count. `horizon_tokens` is the
+    constant length of Dr. GRPO (arXiv 2503.20783): the run's `max_new_tokens`, never the batch's width, which would
+    depend on how samples were split.
+    """
+    ones_BT = mask_BT.to(torch.float32)
+    length_B = ones_BT.sum(dim=1)
+    samples = (length_B > 0).to(torch.float32).sum()
+    if aggregation == "token-mean":
+        return TokenWeights(ones_BT, length_B.sum(), False)
+    if aggregation == "token-sum":
+        return TokenWeights(ones_BT, torch.ones_like(samples), True)
+    if aggregation == "seq-mean-token-sum":
+        return TokenWeights(ones_BT, samples, False)
+    if aggregation == "seq-mean-token-sum-norm":
+        return TokenWeights(ones_BT, samples * float(horizon_tokens), False)
+    if aggregation == "seq-mean-token-mean":
+        return TokenWeights(ones_BT / length_B.clamp_min(1.0).unsqueeze(1), samples, False)
+    raise ValueError(f"unknown aggregation {aggregation!r}")
+
+
+def aggregate(values_BT: Tensor, mask_BT: Tensor, aggregation: Aggregation, horizon_tokens: int) -> Tensor:
+    """The aggregated scalar of one undivided mini-batch: what the passes' sums come to."""
+    weights = token_weights(mask_BT, aggregation, horizon_tokens)
+    return (weights.weights_BT * values_BT).sum() / weights.denominator.clamp_min(1e-30)

@@ -1,0 +1,261 @@
+"""The processes of a run on one machine: one manager and its engines, started, watched and ended.
+
+Decides nothing about samples: an engine that dies here is only a closed socket to the manager. Children lead their
+own process groups (a Ctrl-C at the terminal reaches the trainer alone, which ends them in order) and leave by
+themselves when the trainer dies, because their standard input then closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from penstock.config.run import RunConfig
+from penstock.errors import PenstockError, PortInUse
+from penstock.observe.events import EngineExited, EngineStarted, Event
+from penstock.observe.instances import RUN_ENDED
+
+MANAGER_START_S = 30.0
+TERMINATE_S = 3.0
+KILL_S = 1.0
+SETTLE_S = 0.5
+
+
+@dataclass(slots=True)
+class Child:
+    """One process of the run. `process.returncode` is None while it lives."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    log_file: IO[bytes]
+    progress_path: Path | None = None
+    end_cause: str = ""
+    """Set before this side ends it; an exit without a cause is an accident."""
+    reported: bool = False
+
+    def log_tail(self, lines: int = 15) -> str:
+        with contextlib.suppress(OSError):
+            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+        return ""
+
+    def tokens_generated(self) -> int | None:
+        """Output tokens that this engine drew since it started; exact even after SIGKILL."""
+        if self.progress_path is None:
+            return None
+        try:
+            return int(struct.unpack("<Q", self.progress_path.read_bytes()[:8])[0])
+        except (OSError, struct.error):
+            return None
+
+
+class LocalProcesses:
+    """Starts and ends the manager and the engines of one run.
+
+    `emit` gets EngineStarted and EngineExited events. Not thread-safe: one thread starts, polls and ends.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path, token: str, emit: Callable[[Event], None]) -> None:
+        self._config = config
+        self._folder = folder
+        self._emit = emit
+        self._environment = {**os.environ, "PENSTOCK_TOKEN": token, "PYTHONUNBUFFERED": "1"}
+        self._manager: Child | None = None
+        self._engines: dict[str, Child] = {}
+        self._engines_started = 0
+        self._terminate_by: float | None = None
+        self._closed = False
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+
+    @property
+    def engines(self) -> dict[str, Child]:
+        """All engines ever started, by name."""
+        return dict(self._engines)
+
+    def start_manager(self) -> str:
+        """Starts the manager and returns its URL. Raises PortInUse or PenstockError with the end of its log."""
+        manager, rollout = self._config.manager, self._config.rollout
+        ready_path = self._folder / "manager.json"
+        ready_path.unlink(missing_ok=True)
+        child = self._spawn(
+            "manager",
+            ["manager", "--host", manager.host, "--port", str(manager.port)]
+            + ["--max-frame-mib", str(manager.max_frame_mib), "--ready-file", str(ready_path)]
+            + ["--heartbeat-s", str(rollout.heartbeat_s), "--load-deadline-s", str(rollout.load_deadline_s)]
+            + ["--frame-steps", str(rollout.engines.frame_steps)]
+            # For machines that join from outside, with nothing but the manager's address.
+            + ["--max-context", str(rollout.engines.max_context_tokens)]
+            + ["--max-pending", str(rollout.max_pending_per_instance)],
+        )
+        self._manager = child
+        deadline = time.monotonic() + MANAGER_START_S
+        while not ready_path.exists():
+            if child.process.poll() is not None:
+                tail = child.log_tail()
+                kind = PortInUse if "in use" in tail else PenstockError
+                raise kind(f"the manager did not start (exit code {child.process.returncode}): {tail}")
+            if time.monotonic() > deadline:
+                raise PenstockError(f"the manager was not listening after {MANAGER_START_S:.0f} s: {child.log_tail()}")
+            time.sleep(0.02)
+        return str(json.loads(ready_path.read_text())["url"])
+
+    def start_engine(self, manager_url: str, cause: str) -> Child:
+        """Starts one more engine process; it joins the manager by itself, seconds later."""
+        engines = self._config.rollout.engines
+        name = f"engine-{self._engines_started}"
+        self._engines_started += 1
+        progress_path = self._folder / "logs" / f"{name}.progress"
+        # An engine that dies before it gets there has drawn nothing.
+        progress_path.write_bytes(bytes(8))
+        paced = engines.tokens_per_s > 0
+        arguments = ["join", "--manager", manager_url, "--name", name, "--engine", "paced" if paced else "builtin"]
+        arguments += ["--device", engines.device, "--max-running", str(engines.max_running)]
+        arguments += ["--max-context", str(engines.max_context_tokens), "--kv-cache-mib", str(engines.kv_cache_mib)]
+        arguments += ["--threads", str(engines.threads), "--progress-file", str(progress_path)]
+        arguments += ["--connections", str(self._config.weights.connections)]
+        if paced:
+            arguments += ["--tokens-per-s", str(engines.tokens_per_s)]
+        child = self._spawn(name, arguments)
+        child.progress_path = progress_path
+        self._engines[name] = child
+        self._emit(EngineStarted(ts=time.time(), name=name, pid=child.process.pid, cause=cause))
+        return child
+
+    def kill_engine(self, name: str, cause: str) -> None:
+        """SIGKILL: no goodbye, no flush."""
+        child = self._engines[name]
+        child.end_cause = cause
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)
+        child.process.wait(timeout=KILL_S * 5)
+        self.poll()
+
+    def poll(self) -> list[Child]:
+        """Reports and returns the engines that exited since the last call; raises PenstockError if the manager did."""
+        exited = self._report_exits()
+        self.check_manager()
+        return exited
+
+    def check_manager(self) -> None:
+        """Raises PenstockError if the manager died by accident."""
+        manager = self._manager
+        if manager is not None and manager.process.poll() is not None and not manager.end_cause:
+            raise PenstockError(f"the manager died ({_accident(manager)}); its log: {manager.log_path}")
+
+    def settle_manager(self) -> None:
+        """Waits a moment for a manager that may be dying: its socket closes before its process has ended.
+
+        Without this its death would be taken for the ending that `close` asks for.
+        """
+        if self._manager is not None:
+            _wait([self._manager], time.monotonic() + SETTLE_S)
+
+    def stop_engines(self) -> None:
+        """SIGTERM to every engine: they flush, say goodbye to the manager and leave. Waits for them, bounded."""
+        engines = list(self._engines.values())
+        for child in engines:
+            _ask_to_leave(child)
+        _wait(engines, time.monotonic() + TERMINATE_S)
+        self.poll()
+
+    def terminate(self) -> None:
+        """SIGTERM to every child, at once and without waiting; `close` waits and comes later."""
+        if self._terminate_by is None:
+            self._terminate_by = time.monotonic() + TERMINATE_S
+            for child in self._children():
+                _ask_to_leave(child)
+
+    def close(self) -> None:
+        """Ends every child: SIGTERM, then SIGKILL to its process group; within five seconds of the first word."""
+        if self._closed:
+            return
+        self._closed = True
+        children = self._children()
+        # The group of one that is long gone may be somebody else's by now.
+        living = [child for child in children if not child.reported]
+        self.terminate()
+        _wait(living, self._terminate_by or 0.0)
+        for child in living:
+            # The leader may be gone while a helper of its group is not.
+            _signal_group(child, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(timeout=KILL_S)
+        for child in children:
+            if child.process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    child.process.stdin.close()
+            child.log_file.close()
+        self._report_exits()
+
+    def _report_exits(self) -> list[Child]:
+        exited = []
+        for child in self._engines.values():
+            if child.process.poll() is not None and not child.reported:
+                child.reported = True
+                exited.append(child)
+                cause = child.end_cause or _accident(child)
+                code = int(child.process.returncode)
+                self._emit(
+                    EngineExited(
+                        ts=time.time(),
+                        name=child.name,
+                        pid=child.process.pid,
+                        exit_code=code,
+                        cause=cause,
+                        tokens_drawn=child.tokens_generated(),
+                    )
+                )
+        return exited
+
+    def _children(self) -> list[Child]:
+        return [*self._engines.values(), *([self._manager] if self._manager else [])]
+
+    def _spawn(self, name: str, arguments: Sequence[str]) -> Child:
+        log_path = self._folder / "logs" / f"{name}.log"
+        log_file = log_path.open("ab")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "penstock", *arguments, "--exit-with-stdin"],
+            stdin=subprocess.PIPE,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,
+        )
+        return Child(name=name, process=process, log_path=log_path, log_file=log_file)
+
+
+def _ask_to_leave(child: Child) -> None:
+    if child.process.poll() is None:
+        child.end_cause = child.end_cause or RUN_ENDED
+        _signal_group(child, signal.SIGTERM)
+
+
+def _wait(children: Sequence[Child], deadline: float) -> None:
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(timeout=max(0.0, deadline - time.monotonic()))
+
+
+def _signal_group(child: Child, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.process.pid, number)
+
+
+def _accident(child: Child) -> str:
+    code = child.process.returncode
+    if code is not None and code < 0:
+        how = f"killed by {signal.Signals(-code).name}"
+    else:
+        how = f"exit code {code}"
+    tail = child.log_tail(3)
+    return f"{how}; last words: {tail}" if tail else how

@@ -1,0 +1,131 @@
+"""Ports for the training loop: a manager that answers from a seeded script, a scorer, a weight store."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from penstock.rollout.client import FinishedSample
+from penstock.sample import Finish, Prompt, Sample, Score, Unscored, VersionSpan
+from penstock.train.actor import NamedTensor
+from penstock.train.ports import Listener
+from penstock.wire import BatchDone, Sampling
+
+Script = Callable[["FakeRollout", str, FinishedSample], FinishedSample]
+
+
+@dataclass
+class FakeRollout:
+    """Answers each batch sample by sample; what a sample says is a function of its identity alone."""
+
+    alter: Callable[[str, FinishedSample], FinishedSample | None] = lambda batch, sample: sample
+    """Changes a sample on its way; None loses it."""
+    gate: Callable[[str, int], float] = lambda batch, number: 0.0
+    """Seconds before sample `number` of `batch`."""
+    fail_with: Exception | None = None
+    cancel_with: Exception | None = None
+    cancel_s: float = 0.0
+    published: list[int] = field(default_factory=list)
+    batches: dict[str, tuple[int, Sampling, list[int]]] = field(default_factory=dict)
+    released: list[str] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=dict)
+    cancelled: dict[str, str] = field(default_factory=dict)
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def publish(self, version: int, source: str) -> None:
+        self.published.append(version)
+
+    async def submit(
+        self,
+        batch: str,
+        version: int,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        run_seed: int,
+        sampling: Sampling,
+        deadline_s: float,
+        listener: Listener,
+    ) -> None:
+        assert version in self.published
+        self.batches[batch] = (version, sampling, [prompt.index for prompt in prompts])
+        samples = [
+            make_finished(batch, prompt.index, replica, version)
+            for prompt in prompts
+            for replica in range(samples_per_prompt)
+        ]
+        self._tasks[batch] = asyncio.get_running_loop().create_task(self._answer(batch, samples, listener))
+
+    async def cancel(self, batch: str, cause: str) -> None:
+        """As the client does: a batch that has ended is passed over, and one that is cancelled is heard of no more."""
+        await asyncio.sleep(self.cancel_s)
+        if self.cancel_with is not None:
+            raise self.cancel_with
+        task = self._tasks[batch]
+        if not task.done():
+            task.cancel()
+            self.cancelled[batch] = cause
+
+    async def release(self, batch: str) -> None:
+        self.released.append(batch)
+
+    async def _answer(self, batch: str, samples: list[FinishedSample], listener: Listener) -> None:
+        self.sent[batch] = 0
+        for number, sample in enumerate(samples):
+            await asyncio.sleep(self.gate(batch, number))
+            if self.fail_with is not None and number == len(samples) // 2:
+                listener.on_failed(self.fail_with)  # type: ignore[arg-type]
+                return
+            altered = self.alter(batch, sample)
+            if altered is not None:
+                listener.on_samples([altered])
+            self.sent[batch] += 1
+        listener.on_done(BatchDone(batch=batch, samples=len(samples), failed=0, tokens=0))
+
+
+def make_finished(batch: str, prompt: int, replica: int, version: int) -> FinishedSample:
+    chance = random.Random(f"{batch}/{prompt}.{replica}")
+    length = chance.randint(1, 8)
+    return FinishedSample(
+        prompt=prompt,
+        replica=replica,
+        token_ids=array("i", [chance.randrange(5, 60) for _ in range(length)]),
+        logprobs=array("f", [-4.0 - chance.random() for _ in range(length)]),
+        version_spans=(VersionSpan(version, 0, length),),
+        finish=Finish.STOP,
+    )
+
+
+@dataclass
+class FakeScorer:
+    judge: Callable[[Sample], Score | Unscored] = lambda sample: Score(
+        float(random.Random(str(sample.id)).random() < 0.5)
+    )
+    scored: list[Sample] = field(default_factory=list)
+
+    async def score(self, sample: Sample) -> Score | Unscored:
+        self.scored.append(sample)
+        return self.judge(sample)
+
+
+@dataclass
+class FakeStore:
+    versions: dict[int, dict[str, bytes]] = field(default_factory=dict)
+
+    def publish(self, version: int, tensors: Iterable[NamedTensor], config_json: str) -> Any:
+        self.versions[version] = {name: bytes(data) for name, _, _, data in tensors}
+        return SimpleNamespace(raw_nbytes=sum(map(len, self.versions[version].values())))
+
+
+@dataclass
+class StepPrompts:
+    """Four prompts a step, other ones each step."""
+
+    prompts: Sequence[Prompt]
+
+    def for_step(self, step: int) -> Sequence[Prompt]:
+        return random.Random(step).sample(self.prompts, 4)
