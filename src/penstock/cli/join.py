@@ -1,0 +1,192 @@
+"""`penstock join`: makes this machine an instance of a run. The manager's address and the token are all it needs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.errors import AuthError, ConfigError, MissingExtra, StorageError
+
+if TYPE_CHECKING:
+    from penstock.instance.engine import Engine
+
+HELP = "join this machine to a run as an engine"
+CLOSE_S = 2.0
+"""For the engine to end after the agent has left."""
+ORPHAN_S = 4.0
+"""An agent whose parent died leaves in order; after so long it just ends."""
+DEFAULT_FRAME_STEPS = 8
+"""Until the manager's welcome says otherwise."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--manager", required=True, metavar="URL", help="the run's manager, http://host:port")
+    parser.add_argument(
+        "--engine", choices=("builtin", "paced"), default="builtin", help="what draws tokens (%(default)s)"
+    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, or auto (%(default)s)")
+    parser.add_argument("--max-running", type=_count, default=64, metavar="N", help="sequences at once (%(default)s)")
+    parser.add_argument(
+        "--max-context", type=_count, default=0, metavar="N", help="longest sequence in tokens (what the run wants)"
+    )
+    parser.add_argument("--kv-cache-mib", type=_count, default=1024, metavar="N", help="KV cache bound (%(default)s)")
+    parser.add_argument(
+        "--threads", type=_count, default=os.cpu_count() or 1, metavar="N", help="CPU threads (%(default)s)"
+    )
+    parser.add_argument("--name", default="", help="how the run's screens call it (host and process id)")
+    parser.add_argument("--token-file", metavar="F", help="file with the run's token; else PENSTOCK_TOKEN is read")
+    parser.add_argument("--connections", type=_count, default=2, metavar="N", help="of one weight pull (%(default)s)")
+    parser.add_argument(
+        "--load-deadline-s", type=_positive, default=120.0, metavar="S", help="for one weight pull (%(default)s)"
+    )
+    parser.add_argument(
+        "--reconnect-s", type=_positive, default=60.0, metavar="S", help="a lost manager is dialled for (%(default)s)"
+    )
+    parser.add_argument(
+        "--stall-s", type=_positive, default=60.0, metavar="S", help="leave if the engine is stuck for (%(default)s)"
+    )
+    parser.add_argument("--tokens-per-s", type=_positive, default=1000.0, metavar="X", help="paced: rate (%(default)s)")
+    parser.add_argument(
+        "--mean-tokens", type=float, default=0.0, metavar="X", help="paced: mean output length; 0 runs to the limit"
+    )
+    parser.add_argument("--progress-file", metavar="F", help="8 bytes: tokens drawn so far, exact even after SIGKILL")
+    parser.add_argument("--exit-with-stdin", action="store_true", help="leave when standard input closes")
+
+
+def main(args: argparse.Namespace) -> int:
+    """0 after leaving in order. Raises PenstockError where it can't join or can't go on."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    token = read_token(args.token_file)
+    asyncio.run(_join(args, token))
+    return 0
+
+
+def read_token(token_file: str | None) -> str:
+    """From the file, else from PENSTOCK_TOKEN; never from the command line, which every user of a machine can read."""
+    if token_file:
+        try:
+            token = Path(token_file).read_text().strip()
+        except OSError as error:
+            raise AuthError(f"the token file {token_file} can't be read: {error.strerror}") from error
+    else:
+        token = os.environ.get("PENSTOCK_TOKEN", "").strip()
+    if not token:
+        raise AuthError("no token: set the environment variable PENSTOCK_TOKEN or give --token-file")
+    return token
+
+
+def build_engine(args: argparse.Namespace, progress: memoryview | None) -> Engine:
+    """The engine that was asked for, made in the event loop that will call it.
+
+    Thread counts go into the environment before PyTorch is imported, which reads them once.
+    """
+    if args.engine == "paced":
+        from penstock.instance.paced import PacedEngine
+
+        if args.mean_tokens < 0:
+            raise ConfigError(f"--mean-tokens={args.mean_tokens:g} is impossible; give 0 or more")
+        return PacedEngine(
+            tokens_per_s=args.tokens_per_s,
+            max_running=args.max_running,
+            max_context_tokens=args.max_context,
+            frame_steps=DEFAULT_FRAME_STEPS,
+            mean_tokens=args.mean_tokens,
+            progress=progress,
+        )
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = str(args.threads)
+    try:
+        from penstock.instance.builtin.engine import BuiltinEngine
+    except ImportError as error:
+        if error.name in ("torch", "numpy", "safetensors"):
+            raise MissingExtra(error.name, "engine", "the built-in engine") from error
+        raise
+    return BuiltinEngine(
+        device=args.device,
+        max_running=args.max_running,
+        max_context_tokens=args.max_context,
+        kv_cache_mib=args.kv_cache_mib,
+        frame_steps=DEFAULT_FRAME_STEPS,
+        threads=args.threads,
+        progress=progress,
+    )
+
+
+def progress_buffer(path: str | None) -> memoryview | None:
+    """8 bytes of a mapped file: what is written there outlives the process, however it ends."""
+    if path is None:
+        return None
+    try:
+        Path(path).write_bytes(bytes(8))
+        with open(path, "r+b") as file:
+            return memoryview(mmap.mmap(file.fileno(), 8))
+    except OSError as error:
+        raise StorageError(f"the progress file {path} can't be written: {error.strerror}") from error
+
+
+async def _join(args: argparse.Namespace, token: str) -> None:
+    from penstock.instance.agent import Agent
+    from penstock.weights.plan import digest
+
+    digest(b"")  # Without xxhash no weights could ever be verified; better said now than at the first version.
+    engine = build_engine(args, progress_buffer(args.progress_file))
+    agent = Agent(
+        engine,
+        args.manager,
+        token,
+        args.name or f"{socket.gethostname()}-{os.getpid()}",
+        connections=args.connections,
+        load_deadline_s=args.load_deadline_s,
+        reconnect_s=args.reconnect_s,
+        stall_s=args.stall_s,
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, agent.drain, f"got {number.name}")
+    if args.exit_with_stdin:
+        from penstock.cli.parent import watch_stdin
+
+        def orphaned() -> None:
+            loop.call_soon_threadsafe(agent.drain, "the process that started it is gone")
+            time.sleep(ORPHAN_S)
+            os._exit(1)
+
+        watch_stdin(orphaned)
+    code = 1
+    try:
+        await agent.run()
+        code = 0
+    finally:
+        end_within(CLOSE_S, code)
+        await engine.close()
+
+
+def end_within(seconds: float, code: int) -> None:
+    """Ends the process if it is still there by then: an engine in a long step can't be interrupted, and all is said."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is impossible; give at least 1")
+    return number
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text} is impossible; give a number above 0")
+    return number

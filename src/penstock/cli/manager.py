@@ -1,0 +1,135 @@
+"""`penstock manager`: serves the rollout manager until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from penstock.errors import PenstockError
+
+HELP = "serve the rollout manager that agents and the trainer connect to"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 lets other machines join")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free port (default)")
+    parser.add_argument("--token-file", type=Path, help="file with the shared token; default: PENSTOCK_TOKEN")
+    parser.add_argument("--max-frame-mib", type=int, default=64, help="larger frames are refused (default 64)")
+    parser.add_argument(
+        "--max-context", type=int, default=0, help="context in tokens for engines that join without a wish of their own"
+    )
+    parser.add_argument("--heartbeat-s", type=float, default=2.0, help="an instance silent for three of these is dead")
+    parser.add_argument("--load-deadline-s", type=float, default=120.0, help="to load a weight version (default 120)")
+    parser.add_argument("--frame-steps", type=int, default=8, help="decode steps in one token frame (default 8)")
+    parser.add_argument("--max-pending", type=int, default=16, help="samples waiting at one instance (default 16)")
+    parser.add_argument("--ready-file", type=Path, help="written once listening: JSON with url and pid")
+    parser.add_argument("--exit-with-stdin", action="store_true", help="leave when standard input closes")
+
+
+def main(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    token = read_token(args.token_file)
+    _check(args)
+    return asyncio.run(_serve(args, token))
+
+
+def read_token(token_file: Path | None) -> str:
+    """The shared token, from a file or PENSTOCK_TOKEN. Raises PenstockError where there is none."""
+    if token_file is None:
+        token = os.environ.get("PENSTOCK_TOKEN", "").strip()
+        where = "the environment variable PENSTOCK_TOKEN"
+    else:
+        try:
+            token = token_file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PenstockError(f"can't read the token file {token_file}: {error}") from error
+        where = f"the file {token_file}"
+    if not token:
+        raise PenstockError(f"no token: {where} is empty; set PENSTOCK_TOKEN or give --token-file")
+    return token
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, low, high in (
+        ("port", 0, 65535),
+        ("max_frame_mib", 1, 1024),
+        ("max_context", 0, 1 << 24),
+        ("heartbeat_s", 0.01, 3600),
+        ("load_deadline_s", 0.01, 1e6),
+        ("frame_steps", 1, 1 << 16),
+        ("max_pending", 0, 1 << 20),
+    ):
+        value = getattr(args, name)
+        if not low <= value <= high:
+            raise PenstockError(f"--{name.replace('_', '-')} is {value}; it must be between {low} and {high}")
+
+
+async def _serve(args: argparse.Namespace, token: str) -> int:
+    from penstock.cli.parent import watch_stdin
+    from penstock.rollout.fleet import FleetConfig
+    from penstock.rollout.manager import ManagerConfig
+    from penstock.rollout.server import ManagerServer, ServerConfig
+
+    frame_bytes = args.max_frame_mib * 1024 * 1024
+    manager = ManagerConfig(
+        fleet=FleetConfig(heartbeat_s=args.heartbeat_s, load_deadline_s=args.load_deadline_s),
+        frame_steps=args.frame_steps,
+        max_pending_per_instance=args.max_pending,
+        max_context_tokens=args.max_context,
+        max_frame_bytes=frame_bytes,
+    )
+    server = ManagerServer(
+        ServerConfig(
+            token=token,
+            host=args.host,
+            port=args.port,
+            manager=manager,
+            max_queued_bytes=4 * frame_bytes,
+        )
+    )
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    cause = ["the manager is shutting down"]
+
+    def leave(why: str) -> None:
+        cause[0] = why
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave, f"the manager got {number.name}")
+    url = await server.start()
+    try:
+        if args.exit_with_stdin:
+
+            def orphaned() -> None:
+                loop.call_soon_threadsafe(leave, "the manager's parent process ended")
+
+            watch_stdin(orphaned)
+        print(f"penstock manager listens on {url}", flush=True)
+        if args.ready_file is not None:
+            _write_ready(args.ready_file, url)
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        broken = asyncio.create_task(server.failed(), name="failure")
+        done, _ = await asyncio.wait([stopped, broken], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        for task in (stopped, broken):
+            task.cancel()
+    finally:
+        await server.close(cause[0])
+    return 0
+
+
+def _write_ready(path: Path, url: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+        partial.replace(path)
+    except OSError as error:
+        raise PenstockError(f"can't write the ready file {path}: {error}") from error

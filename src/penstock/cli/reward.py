@@ -1,0 +1,169 @@
+"""`penstock reward score FILE`: scores a JSONL of answers with a reward function, and can be stopped and resumed.
+
+Each line is an object with `response` and whatever the function reads from `sample.row`; `prompt` is the text the model
+saw. Results go to another JSONL, one line as each is known: `{"line", "score", "parts"}` or `{"line", "unscored"}`. Run
+again, it goes on with the lines that have no result yet; a last line cut off by a crash is dropped and scored again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from array import array
+from collections import Counter
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from penstock.errors import DataError, RewardError, StorageError
+from penstock.sample import Finish, Prompt, Sample, SampleId, Score, Unscored
+
+HELP = "score a JSONL of answers with a reward function"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["score"])
+    parser.add_argument("file", type=Path, help='JSONL; each line {"response": ..., "prompt": ..., ...}')
+    parser.add_argument("--function", required=True, help="package.module:function or ./file.py:function")
+    parser.add_argument("--out", type=Path, help="where results go (default: FILE with .scored.jsonl)")
+    parser.add_argument("--mode", choices=["inline", "process"], default="inline")
+    parser.add_argument("--processes", type=int, default=2, help="in mode process (default: %(default)s)")
+    parser.add_argument("--timeout-s", type=float, default=60.0, help="for one sample (default: %(default)s)")
+    parser.add_argument("--concurrency", type=int, default=256, help="samples at once (default: %(default)s)")
+
+
+def main(args: argparse.Namespace) -> int:
+    samples = read_samples(args.file)
+    out = args.out or args.file.with_suffix(".scored.jsonl")
+    known = read_results(out)
+    return asyncio.run(_score(args, samples, out, known))
+
+
+def read_samples(file: Path) -> dict[int, Sample]:
+    """Line number -> sample.
+
+    Raises:
+        DataError: the file can't be read, holds nothing, or a line is no object with a `response`; names the line.
+    """
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"{file}: can't be read: {error.strerror}") from None
+    samples = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        try:
+            row = msgspec.json.decode(line, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DataError(f"{where}: not a JSON object: {error}") from None
+        response, prompt = row.get("response"), row.get("prompt", "")
+        if not isinstance(response, str):
+            raise DataError(f"{where}: 'response' is {response!r}; it must be text")
+        text = prompt if isinstance(prompt, str) else msgspec.json.encode(prompt).decode()
+        asked = Prompt(number, text, (), row, where)
+        sample = SampleId(file.stem, number, 0)
+        samples[number] = Sample(sample, asked, array("i"), array("f"), (), Finish.STOP, response)
+    if not samples:
+        raise DataError(f"{file}: holds no samples")
+    return samples
+
+
+def read_results(out: Path) -> dict[int, dict[str, Any]]:
+    """What an earlier run has written; cuts off a last line that was not written to its end.
+
+    Raises:
+        DataError: the file holds something else.
+    """
+    if not out.exists():
+        return {}
+    data = out.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    wrong = "not a result of an earlier run; choose another file with --out"
+    known = {}
+    for number, line in enumerate(data[:whole].splitlines(), 1):
+        try:
+            result = msgspec.json.decode(line, type=dict[str, Any])
+            known[int(result["line"])] = result
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+            raise DataError(f"{out}:{number}: {wrong}") from None
+    if rest := data[whole:]:
+        begins = b'{"line":'
+        if not (rest.startswith(begins) or begins.startswith(rest)):
+            raise DataError(f"{out}: its last line is {wrong}")
+        with out.open("r+b") as file:
+            file.truncate(whole)
+    return known
+
+
+async def _score(args: argparse.Namespace, samples: dict[int, Sample], out: Path, known: dict[int, Any]) -> int:
+    from penstock.reward import Scorer
+
+    left = [number for number in samples if number not in known]
+    causes: Counter[str] = Counter(result["unscored"] for result in known.values() if "unscored" in result)
+    total, scored = sum(r.get("score", 0.0) for r in known.values()), sum("score" in r for r in known.values())
+    scorer = Scorer(
+        args.function, mode=args.mode, processes=args.processes, timeout_s=args.timeout_s, concurrency=args.concurrency
+    )
+    following = iter(left)
+    done = len(samples) - len(left)
+    try:
+        await scorer.start()
+        with _opened(out) as file:
+
+            async def work() -> None:
+                nonlocal done, total, scored
+                for number in following:
+                    result = await scorer.score(samples[number])
+                    _write(file, out, number, result)
+                    done += 1
+                    if isinstance(result, Score):
+                        total, scored = total + result.value, scored + 1
+                    else:
+                        causes[result.cause] += 1
+                    _progress(done, len(samples), scored, total)
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(args.concurrency, max(1, len(left)))):
+                    group.create_task(work())
+    except* (StorageError, DataError, RewardError) as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        await scorer.close()
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    mean = f"mean {total / scored:.4f}" if scored else "no mean"
+    print(f"{scored} of {len(samples)} scored, {mean}; written to {out}")
+    for cause, count in causes.most_common():
+        print(f"  {count} unscored: {cause}")
+    return 0
+
+
+def _opened(out: Path) -> IO[bytes]:
+    try:
+        return out.open("ab", buffering=0)
+    except OSError as error:
+        raise StorageError(f"{out}: can't be written: {error.strerror}") from None
+
+
+def _write(file: IO[bytes], out: Path, number: int, result: Score | Unscored) -> None:
+    if isinstance(result, Score):
+        line: dict[str, Any] = {"line": number, "score": result.value, "parts": dict(result.parts)}
+    else:
+        line = {"line": number, "unscored": result.cause}
+    try:
+        file.write(msgspec.json.encode(line) + b"\n")
+    except OSError as error:
+        raise StorageError(f"{out}: can't be written: {error.strerror}") from None
+
+
+def _progress(done: int, samples: int, scored: int, total: float) -> None:
+    """A bar on a terminal; nothing where nobody watches."""
+    if not sys.stderr.isatty():
+        return
+    filled = 30 * done // samples
+    mean = f"mean {total / scored:.3f}" if scored else ""
+    print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {done}/{samples} {mean} ", end="", file=sys.stderr, flush=True)

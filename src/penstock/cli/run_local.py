@@ -1,0 +1,471 @@
+"""A run of `penstock train` on this machine: folder, model, prompts, processes, trainer, records, summary.
+
+Wires the rooms together and decides nothing that a room decides. What was started is ended in the opposite order,
+whatever happens; Ctrl-C and SIGTERM end a run like an error, with its records written and its children gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock import __version__
+from penstock.cli.run_folder import find_run, locked, make_folder
+from penstock.cli.run_watch import RunWatch
+from penstock.config.run import RunConfig
+from penstock.data import PromptOrder, PromptSet, load_train_and_eval, question_text, read_source
+from penstock.errors import CheckpointError, ConfigError, MissingExtra, PenstockError, RolloutError
+from penstock.observe import events
+from penstock.observe.log import EventLog, read_events
+from penstock.observe.metrics import MetricsLog, read_metrics
+from penstock.observe.samples import SamplesLog
+from penstock.observe.state import FleetSnapshot, RunView
+from penstock.observe.terminal import View, open_view
+from penstock.reward.scorer import Scorer
+from penstock.rollout.client import RolloutClient
+from penstock.sample import Prompt
+from penstock.train.actor import Actor
+from penstock.train.checkpoint import Checkpoints, find_checkpoint, load_checkpoint, read_position
+from penstock.train.edge import EdgeLoop
+from penstock.train.loop import Trainer, TrainerPorts
+from penstock.train.preflight import check as preflight
+from penstock.train.processes import LocalProcesses
+from penstock.train.warm_start import ensure_model
+from penstock.weights import WeightStore
+
+if TYPE_CHECKING:
+    from penstock.observe.summary import Summary
+    from penstock.wire import FleetStatus
+
+CONNECT_S = 20.0
+CLOSE_S = 1.0
+GOODBYE_S = 2.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def run(config: RunConfig, resume: str | None) -> int:
+    """Trains as `config` says, in a new folder or, with `resume` (a folder, or `latest`), in that run's own."""
+    with _interruptible():
+        preflight(config)
+        checkpoint = _checkpoint(config, find_run(config, resume)) if resume else None
+        folder = checkpoint.parent.parent if checkpoint else make_folder(config)
+        with locked(folder):
+            return _Run(config, folder, checkpoint).carry_out()
+
+
+class _Run:
+    """One run from its first event to its summary."""
+
+    def __init__(self, config: RunConfig, folder: Path, checkpoint: Path | None) -> None:
+        self.config = config
+        self.folder = folder
+        self.checkpoint = checkpoint
+        """Where to go on from."""
+        self.began = time.monotonic()
+        self.gone: set[str] = set()
+        """Names of instances that the manager gave up or saw leave."""
+        self.closing = contextlib.ExitStack()
+        self.view: View
+        self.events: EventLog
+
+    def carry_out(self) -> int:
+        """0 when the run is done. Raises what ended it, after everything is closed and recorded."""
+        config = self.config
+        self.view = self.closing.enter_context(open_view(config.observe.view, RunView(steps=config.train.steps)))
+        outcome, summary = "done", None
+        try:
+            self.events = EventLog(self.folder / "events.jsonl", self.view.apply, self._notice)
+            self.closing.callback(self.events.close)
+            self._emit(
+                events.RunStarted(
+                    ts=time.time(), run=self.folder.name, version=__version__, config=config.model_dump(mode="json")
+                )
+            )
+            with contextlib.ExitStack() as parts:
+                self._train(parts)
+        except KeyboardInterrupt:
+            outcome = "interrupted"
+            raise
+        except BaseException as error:
+            outcome = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            with contextlib.ExitStack() as last:
+                last.push(self.closing)
+                if hasattr(self, "events"):
+                    wall_s = time.monotonic() - self.began
+                    self._emit(events.RunFinished(ts=time.time(), wall_s=wall_s, outcome=outcome))
+                    summary = self._summarise()
+            if summary is not None:
+                self._show(summary, outcome)
+        return 0
+
+    # ---- the parts, in the order they are needed
+
+    def _train(self, parts: contextlib.ExitStack) -> None:
+        """Starts everything, trains, and leaves `parts` to end it all in the opposite order."""
+        config = self.config
+        edge = parts.enter_context(EdgeLoop())
+        scorer, eval_scorer = self._scorers(edge, parts)
+        base, train_prompts, eval_prompts, tokenizer = self._model_and_prompts(held_out_questions(config))
+        order = PromptOrder(
+            len(train_prompts), config.rollout.prompts_per_step, config.seed, shuffle=config.data.shuffle
+        )
+        token = self._token()
+        processes = LocalProcesses(config, self.folder, token, self._emit)
+        parts.callback(processes.close)
+        manager_url = processes.start_manager()
+        self._say(f"the manager listens at {manager_url}")
+        self._tell_how_to_join()
+        for _ in range(config.rollout.engines.count):
+            processes.start_engine(manager_url, "the run starts")
+
+        # The engines start up on their own while this process loads the model.
+        actor, start_step = self._actor(base)
+        store = WeightStore(
+            self.folder.name,
+            config.weights.host,
+            config.weights.port,
+            token,
+            chunk_bytes=int(config.weights.chunk_mib * 2**20),
+            keep_versions=config.weights.keep_versions,
+            advertise=config.weights.advertise,
+        )
+        source = store.start()
+        parts.callback(store.close)
+        metrics = MetricsLog(
+            self.folder / "metrics.jsonl",
+            emit=self._emit,
+            tensorboard=self.folder / "tensorboard" if config.observe.tensorboard else None,
+        )
+        parts.callback(metrics.close)
+        samples = SamplesLog(self.folder / "samples.jsonl", emit=self._emit)
+        parts.callback(samples.close)
+        client = RolloutClient(
+            manager_url, token, self._emit, self._take_status, max_frame_bytes=config.manager.max_frame_mib * 2**20
+        )
+        parts.callback(self._closed_in_time, edge, client.close, "the manager's socket")
+        edge.run(client.connect(), "connecting to the manager", CONNECT_S)
+        watch = RunWatch(config, processes, manager_url, token, edge, self._emit)
+        self.events.listen(watch.notice)
+        # Told first of all when the run ends, so that none outlives the five seconds whatever else takes its time.
+        parts.callback(processes.terminate)
+        ports = TrainerPorts(
+            rollout=client,
+            scorer=scorer,
+            weights=store,
+            weights_source=source,
+            decoder=tokenizer,
+            prompts=_Prompts(train_prompts.prompts, order),
+            eval_prompts=eval_prompts.prompts,
+            stop_ids=stop_ids(base, tokenizer),
+            edge=edge,
+            eval_scorer=eval_scorer,
+            emit=self._emit,
+            record=metrics.write,
+            record_samples=samples.write,
+            checkpoints=Checkpoints(self.folder / "checkpoints", config.train.keep_checkpoints),
+            watch=watch,
+        )
+        trainer = Trainer(config, actor, ports, start_step=start_step)
+        try:
+            trainer.run()
+        except BaseException as error:
+            if isinstance(error, RolloutError):
+                processes.settle_manager()
+            processes.close()
+            trainer.save_where_stopped()
+            if isinstance(error, RolloutError):
+                processes.check_manager()
+            raise
+        watch.finish()
+        # Here and not with the rest: the manager still tells what it had of each engine when that one said goodbye.
+        processes.stop_engines()
+        self._wait_for_goodbyes(set(processes.engines))
+
+    def _model_and_prompts(self, held_out: frozenset[str]) -> tuple[Path, PromptSet, PromptSet, Any]:
+        said = 0.0
+
+        def progress(step: int, steps: int, loss: float) -> None:
+            nonlocal said
+            if step >= steps or time.monotonic() - said > 5:
+                said = time.monotonic()
+                self._say(f"warm start: supervised step {step} of {steps}, loss {loss:.3f}")
+
+        base = ensure_model(self.config.model, held_out, progress)
+        self._check_positions(base)
+        tokenizer = load_tokenizer(base)
+        train_prompts, eval_prompts = load_train_and_eval(self.config.data, tokenizer)
+        for prompts, name in ((train_prompts, "training"), (eval_prompts, "evaluation")):
+            left_out = ", ".join(f"{count} {cause}" for cause, count in prompts.skipped.items())
+            self._say(f"{len(prompts)} {name} prompts" + (f"; left out: {left_out}" if left_out else ""))
+        return base, train_prompts, eval_prompts, tokenizer
+
+    def _check_positions(self, base: Path) -> None:
+        """Refuses a run whose samples may outgrow the model; its engines would wait for room that never comes."""
+        try:
+            positions = json.loads((base / "config.json").read_text()).get("max_position_embeddings")
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{base / 'config.json'} is missing or broken: {error}") from error
+        rollout, prompt_tokens = self.config.rollout, self.config.data.max_prompt_tokens
+        samplings = [rollout.sampling, *([rollout.eval_sampling] if rollout.eval_sampling else [])]
+        longest = prompt_tokens + max(sampling.max_new_tokens for sampling in samplings)
+        if isinstance(positions, int) and longest > positions:
+            raise ConfigError(
+                f"data.max_prompt_tokens + max_new_tokens = {longest} is over the {positions} positions of the model "
+                f"in {base} (max_position_embeddings)"
+            )
+
+    def _actor(self, base: Path) -> tuple[Any, int]:
+        config = self.config
+        actor = Actor(
+            base,
+            config.train,
+            total_optimizer_steps=config.train.steps * config.train.mini_batches_per_step,
+            horizon_tokens=config.rollout.sampling.max_new_tokens,
+            dtype=config.model.dtype,
+        )
+        if self.checkpoint is None:
+            return actor, 0
+        position = load_checkpoint(self.checkpoint, actor)
+        self._say(f"resumed from {self.checkpoint}")
+        return actor, position.step
+
+    def _scorers(self, edge: EdgeLoop, parts: contextlib.ExitStack) -> tuple[Scorer, Scorer]:
+        """The reward's, and evaluation's apart from it, so that replacing the reward never replaces the yardstick."""
+        reward = self.config.reward
+        scorer = self._scorer(reward.function, edge, parts)
+        if reward.eval_function in ("", reward.function):
+            return scorer, scorer
+        return scorer, self._scorer(reward.eval_function, edge, parts)
+
+    def _scorer(self, function: str, edge: EdgeLoop, parts: contextlib.ExitStack) -> Scorer:
+        reward = self.config.reward
+
+        async def start() -> Scorer:
+            scorer = Scorer(
+                function,
+                mode=reward.mode,
+                processes=reward.processes,
+                timeout_s=reward.timeout_s,
+                concurrency=reward.concurrency,
+                output=self.folder / "logs" / "reward.log",
+            )
+            await scorer.start()
+            return scorer
+
+        scorer = edge.run(start(), f"loading the reward function {function}", reward.load_timeout_s)
+        parts.callback(self._closed_in_time, edge, scorer.close, "the scorer")
+        return scorer
+
+    def _closed_in_time(self, edge: EdgeLoop, close: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:
+        """A part on the edge loop that doesn't close in time must not keep the others from it."""
+        try:
+            edge.run(close(), f"closing {what}", CLOSE_S)
+        except PenstockError as error:
+            self._emit(events.Warned(ts=time.time(), where="shutdown", message=str(error)))
+
+    def _tell_how_to_join(self) -> None:
+        """For a manager that other machines can reach: what to type there, and what would keep them out."""
+        manager, weights = self.config.manager, self.config.weights
+        if manager.host in LOOPBACK:
+            return
+        host = weights.advertise.partition(":")[0] or (
+            socket.gethostname() if manager.host in ("0.0.0.0", "::") else manager.host
+        )
+        port = json.loads((self.folder / "manager.json").read_text())["url"].rpartition(":")[2]
+        self._say(f"other machines join with: penstock join --manager http://{host}:{port}")
+        if weights.host in LOOPBACK:
+            message = f"machines that join can't fetch weights: weights.host is {weights.host}; set it to 0.0.0.0"
+            self._emit(events.Warned(ts=time.time(), where="weights", message=message))
+
+    def _token(self) -> str:
+        """The shared token: the user's, or a random one that is left in the run's folder for whoever may read it."""
+        manager = self.config.manager
+        token = os.environ.get(manager.token_env, "").strip()
+        if not token:
+            token = secrets.token_urlsafe(32)
+            path = self.folder / "token"
+            path.unlink(missing_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(token + "\n")
+            self._say(
+                f"{manager.token_env} is not set: a token was made, for machines that join and for operators: {path}"
+            )
+        return token
+
+    def _wait_for_goodbyes(self, names: set[str]) -> None:
+        deadline = time.monotonic() + GOODBYE_S
+        while time.monotonic() < deadline and not names <= self.gone:
+            time.sleep(0.02)
+
+    # ---- records
+
+    def _emit(self, event: events.Event) -> None:
+        self.events.emit(event)
+
+    def _say(self, message: str) -> None:
+        self._emit(events.Noted(ts=time.time(), message=message))
+
+    def _notice(self, event: events.Event) -> None:
+        if isinstance(event, events.InstanceChanged) and event.after == "gone":
+            self.gone.add(event.name)
+
+    def _take_status(self, status: FleetStatus) -> None:
+        self.view.apply_fleet(FleetSnapshot.of(status, time.time()))
+
+    def _summarise(self) -> Summary | None:
+        """Summary and curves out of the records; what can't be written is said and spoils nothing else."""
+        from penstock.observe.plots import draw_curves
+        from penstock.observe.summary import summarise, write_summary
+
+        try:
+            log = list(read_events(self.folder / "events.jsonl"))
+            path = self.folder / "metrics.jsonl"
+            metrics = read_metrics(path) if path.exists() else []
+            drawn, accepted = tokens_of_engines(log)
+            folder = str(self.folder)
+            summary = summarise(log, metrics, folder=folder, tokens_drawn=drawn, tokens_accepted=accepted)
+        except (PenstockError, OSError) as error:
+            self._emit(events.Warned(ts=time.time(), where="summary", message=str(error)))
+            return None
+        try:
+            write_summary(self.folder / "summary.json", summary)
+            draw_curves(self.folder / "curves.png", log, metrics, title=summary.run)
+        except (PenstockError, OSError) as error:
+            self._emit(events.Warned(ts=time.time(), where="summary", message=str(error)))
+        return summary
+
+    def _show(self, summary: Summary, outcome: str) -> None:
+        from penstock.observe.summary import print_summary
+
+        if self.config.observe.view == "none" or (not summary.steps and outcome != "done"):
+            # A run that never came to its first step has nothing to sum up; its error is told.
+            return
+        print_summary(summary)
+        if outcome == "done":
+            return
+        if any((self.folder / "checkpoints").glob("step-*")):
+            words = [word for word in sys.argv[1:] if not word.startswith("--resume")]
+            print(f"go on with: penstock {shlex.join(words)} --resume={self.folder}")
+        else:
+            print("no checkpoint was written, so this run can't go on; train.checkpoint_every says how often one is")
+
+
+class _Prompts:
+    """The prompts of each step, by the order's indices."""
+
+    def __init__(self, prompts: list[Prompt], order: PromptOrder) -> None:
+        self._prompts = prompts
+        self._order = order
+
+    def for_step(self, step: int) -> list[Prompt]:
+        return [self._prompts[index] for index in self._order.for_step(step)]
+
+
+# ---- helpers
+
+
+def _checkpoint(config: RunConfig, folder: Path) -> Path:
+    """The checkpoint to go on from. Raises before anything is started where that makes no sense."""
+    path = find_checkpoint(folder)
+    position = read_position(path)
+    if position.run_seed != config.seed:
+        raise ConfigError(f"seed={config.seed}, but {path} is of a run with seed={position.run_seed}")
+    if position.step >= config.train.steps:
+        raise ConfigError(
+            f"train.steps={config.train.steps}, and {path} has done {position.step} steps: nothing is left to do; "
+            "raise train.steps to go on"
+        )
+    return path
+
+
+def held_out_questions(config: RunConfig) -> frozenset[str]:
+    """The evaluation's questions as text: no demonstration of a warm start may show them."""
+    if not config.model.warm_start.recipe:
+        return frozenset()
+    return frozenset(question_text(row.question) for source in config.data.eval for row in read_source(source))
+
+
+def tokens_of_engines(log: Iterable[events.Event]) -> tuple[int | None, int | None]:
+    """Output tokens that this machine's engines drew, and how many of them the manager took; None if unknown."""
+    drawn: list[int | None] = []
+    accepted = 0
+    local: set[str] = set()
+    exited: set[str] = set()
+    gone: set[str] = set()
+    for event in log:
+        if isinstance(event, events.EngineStarted):
+            local.add(event.name)
+        elif isinstance(event, events.EngineExited):
+            drawn.append(event.tokens_drawn)
+            if event.tokens_drawn:
+                exited.add(event.name)
+        elif isinstance(event, events.InstanceChanged) and event.after == "gone" and event.name in local:
+            accepted += event.tokens_accepted
+            gone.add(event.name)
+    known = [count for count in drawn if count is not None]
+    if not known or len(known) < len(drawn):
+        return None, None
+    # A run that breaks off may not hear what the manager had of its engines.
+    return sum(known), accepted if exited <= gone else None
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer. Raises MissingExtra or CheckpointError."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingExtra("transformers", "train", "training") from error
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+
+
+def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """End-of-sequence ids: the tokenizer's, and those of generation_config.json where there is one."""
+    found = {tokenizer.eos_token_id} - {None}
+    path = folder / "generation_config.json"
+    if path.is_file():
+        try:
+            ids = json.loads(path.read_text()).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path} is broken: {error}") from error
+        found |= set(ids) if isinstance(ids, list) else {ids} - {None}
+    return tuple(sorted(int(token) for token in found))
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM and a lost terminal end a run as Ctrl-C does; while it ends, further ones do not interrupt that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupted = False
+
+    def interrupt(number: int, frame: Any) -> None:
+        nonlocal interrupted
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    before: dict[signal.Signals, Callable[..., Any] | int | None] = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        before[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
