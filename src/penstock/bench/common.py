@@ -1,0 +1,200 @@
+"""What benchmarks share: one result type, how a table is drawn, the JSON line, and how benchmarks are found.
+
+A benchmark is a module of `penstock.bench` with `DESCRIPTION: str` and `run(quick: bool) -> list[Result]`. This
+module decides nothing about what is measured; it never imports a benchmark to list it (the description is read
+from its source), so that listing stays light.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from penstock.errors import ConfigError, PenstockError
+
+COLUMNS = ("", "value", "unit", "target", "met")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One figure of a benchmark. `value` None: it was skipped, and `note` says why."""
+
+    what: str
+    value: float | None
+    unit: str
+    target: str = ""
+    """As a person reads it, e.g. ">= 1.5"; empty for a figure that is only reported."""
+    met: bool | None = None
+    """None where there is no target or nothing was measured."""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.value is None and not self.note:
+            raise ValueError(f"result {self.what!r} has no value and no note that says why")
+        if self.value is not None and not math.isfinite(self.value):
+            raise ValueError(
+                f"result {self.what!r} is {self.value}; a figure that can't be measured is None, with a note"
+            )
+
+
+class Benchmark(Protocol):
+    """What a module of `penstock.bench` looks like."""
+
+    DESCRIPTION: str
+
+    def run(self, quick: bool) -> list[Result]: ...
+
+
+def at_least(what: str, value: float, bound: float, unit: str, note: str = "") -> Result:
+    """A figure that meets its target from `bound` upward."""
+    return Result(what, value, unit, target=f">= {_number(bound)}", met=value >= bound, note=note)
+
+
+def at_most(what: str, value: float, bound: float, unit: str, note: str = "") -> Result:
+    """A figure that meets its target from `bound` downward."""
+    return Result(what, value, unit, target=f"<= {_number(bound)}", met=value <= bound, note=note)
+
+
+def skipped(what: str, unit: str, why: str, target: str = "") -> Result:
+    """A figure that can't be measured here."""
+    return Result(what, None, unit, target=target, note=f"skipped: {why}")
+
+
+def median(values: Sequence[float]) -> float:
+    """Middle of several repetitions; raises ValueError when there are none."""
+    if not values:
+        raise ValueError("no repetitions to take the median of")
+    return statistics.median(values)
+
+
+def discover() -> dict[str, str]:
+    """Name to description of every benchmark, by name; read from the sources, nothing is imported."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        description = _description(path)
+        if description is not None:
+            found[path.stem] = description
+    return found
+
+
+def load(name: str) -> Benchmark:
+    """Imports one benchmark; raises ConfigError with the names there are."""
+    known = discover()
+    if name not in known:
+        raise ConfigError(f"there is no benchmark {name!r}; there are: {', '.join(known) or 'none'}")
+    return cast(Benchmark, importlib.import_module(f"penstock.bench.{name}"))
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on: processor, cores of this process, memory, Python and PyTorch."""
+    return {
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "memory_gib": round(memory_bytes() / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "penstock": _version("penstock"),
+    }
+
+
+def json_line(name: str, results: Sequence[Result], machine: dict[str, Any]) -> str:
+    """The last line of `penstock bench NAME --json`."""
+    return json.dumps(
+        {"bench": name, "machine": machine, "results": [asdict(result) for result in results]}, allow_nan=False
+    )
+
+
+def table(name: str, results: Sequence[Result]) -> str:
+    """A plain table, one figure a row, notes below it; no colour, fit for a log."""
+    rows = [COLUMNS, *map(cells, results)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if k == 1 else cell.ljust(width) for k, (cell, width) in enumerate(zip(row, widths))
+        )
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([name, *map(line, rows), *notes(results)])
+
+
+def cells(result: Result) -> tuple[str, ...]:
+    """One row of the table, as text, in the order of `COLUMNS`."""
+    met = {True: "yes", False: "NO", None: "-"}[result.met]
+    return (result.what, _number(result.value), result.unit, result.target, met)
+
+
+def notes(results: Sequence[Result]) -> list[str]:
+    """What stands below the table."""
+    return [f"  {result.what}: {result.note}" for result in results if result.note]
+
+
+def cpu_model() -> str:
+    """The processor's name, as the system gives it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Physical memory, or 0 where the system doesn't say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
+
+
+def _number(value: float | None) -> str:
+    """Four significant digits, thousands marked; whole numbers from 1,000 on."""
+    if value is None:
+        return "-"
+    if value == 0 or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) >= 1e-3 else f"{value:.2e}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _description(path: Path) -> str | None:
+    """The literal `DESCRIPTION = "..."` of a module, or None for a module that is not a benchmark."""
+    for target, value in _assignments(ast.parse(path.read_text(encoding="utf-8"))):
+        if target == "DESCRIPTION":
+            try:
+                return str(ast.literal_eval(value))
+            except ValueError:
+                raise PenstockError(f"{path.name}: DESCRIPTION must be a plain string") from None
+    return None
+
+
+def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            yield node.target.id, node.value
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, node.value
