@@ -231,6 +231,24 @@ async def test_an_unread_engine_stops_decoding_at_its_bound(
     assert len(collected.tokens[0]) == 90
 
 
+async def test_a_slow_reader_holds_the_engine_to_one_frame_on_its_way_and_one_made_meanwhile(
+    engine: BuiltinEngine,
+) -> None:
+    """What a machine that is killed has drawn in vain: never more than two frames of each sequence."""
+    await engine.update_weights(staged(MODEL))
+    engine.start([start(0, [1, 2], Sampling(max_new_tokens=90))])
+    received, ahead = 0, []
+    async with asyncio.timeout(DEADLINE_S):
+        async for delta in engine.deltas():
+            await asyncio.sleep(0.05)  # The manager's socket is slow to take it.
+            ahead.append(engine.load().tokens_generated - received)
+            received += delta.counts[0]
+            if delta.finishes[0] is not Finish.RUNNING:
+                break
+    assert received == 90
+    assert max(ahead[1:]) <= 2 * engine.frame_steps, ahead
+
+
 async def test_close_ends_the_thread_and_the_deltas_and_further_calls_are_refused() -> None:
     engine = BuiltinEngine(device="cpu", max_context_tokens=96, threads=1)
     await engine.update_weights(staged(MODEL))

@@ -26,8 +26,12 @@ from penstock.weights.manifest import StagedWeights
 
 _log = logging.getLogger(__name__)
 
-_UNREAD_DELTAS = 64
-"""Deltas that may wait for their reader; then the thread stops decoding, so that memory stays bounded."""
+_UNREAD_DELTAS = 2
+"""Deltas that may wait for their reader or be in its hands; then the thread stops decoding.
+
+What a machine has drawn and not sent is what its loss costs, so it is bounded here, however late the reader is: one
+delta on its way and one that was made meanwhile.
+"""
 
 _RATE_WINDOW_S = 5.0
 _CLOSE_DEADLINE_S = 30.0
@@ -158,12 +162,15 @@ class BuiltinEngine:
             if isinstance(item, _Stopped):
                 self._stopped.difference_update(item)
                 continue
-            with self._wake:
-                self._unread -= 1
-                self._wake.notify()
             delta = _without(item, self._stopped) if self._stopped else item
-            if delta.leases:
-                yield delta
+            try:
+                if delta.leases:
+                    yield delta
+            finally:
+                # Who comes for the next one, or goes, has done with this one.
+                with self._wake:
+                    self._unread -= 1
+                    self._wake.notify()
 
     def load(self) -> EngineLoad:
         core = self._core
