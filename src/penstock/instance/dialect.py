@@ -1,0 +1,97 @@
+"""What an agent has to know of one kind of engine server: how to start it, speak to it and give it weights.
+
+The seam between `served.ServedEngine`, which decides what is asked when and gathers deltas, and a server that speaks
+HTTP on this machine. A dialect keeps no state about sequences, starts no task and has no clock: it turns calls into
+requests and answers into values. It refuses to know leases, samples and the manager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import aiohttp
+
+from penstock.instance.engine import SequenceStart
+from penstock.sample import Finish
+
+__all__ = ["Chunk", "Dialect", "ServerFacts"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a running server says of itself."""
+
+    software: str
+    """Name and version, such as `vllm 0.32.0`."""
+    model: str
+    """The model's folder or name, as the server holds it."""
+    vocab_size: int
+    """0 where the server does not say."""
+    max_context_tokens: int
+    max_running: int
+    """0 where the server does not say."""
+    device: str = ""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """New output tokens of one sequence, each with its log-probability under the model itself (temperature 1)."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Finish = Finish.RUNNING
+    cause: str = ""
+    """Why, where `finish` is FAILED."""
+    aborted: bool = False
+    """The server ended it unasked or at our word, with its answer incomplete: it may be started again from here."""
+
+
+class Dialect(Protocol):
+    """One kind of server. `base_url` has no path and no trailing slash.
+
+    Every method raises EngineError, with what the server said, for an answer that is refused or makes no sense, and
+    lets aiohttp's and the system's connection errors through.
+    """
+
+    @property
+    def kind(self) -> str:
+        """`vllm` or `sglang`."""
+        ...
+
+    def command(self, model_folder: Path, host: str, port: int, options: Mapping[str, str]) -> list[str]:
+        """The server's command line. `options` are the engine's own, without dashes; an empty value is a flag."""
+        ...
+
+    def environment(self) -> dict[str, str]:
+        """What the server's process needs in its environment, beside the agent's own."""
+        ...
+
+    async def is_up(self, http: aiohttp.ClientSession, base_url: str) -> bool:
+        """Whether it answers and can generate; False while it starts."""
+        ...
+
+    async def facts(self, http: aiohttp.ClientSession, base_url: str) -> ServerFacts: ...
+
+    def generate(
+        self, http: aiohttp.ClientSession, base_url: str, request_id: str, sequence: SequenceStart
+    ) -> AsyncIterator[Chunk]:
+        """Streams one sequence. Ends after a chunk that is not RUNNING or that is aborted.
+
+        Raises EngineError, too, for ids outside the vocabulary, a number of log-probabilities that is not that of
+        the ids, and log-probabilities that are NaN or above 0.
+        """
+        ...
+
+    async def abort(self, http: aiohttp.ClientSession, base_url: str, request_ids: Sequence[str]) -> None:
+        """Ends sequences; unknown ones are ignored."""
+        ...
+
+    async def load(self, http: aiohttp.ClientSession, base_url: str, folder: Path, version: int) -> None:
+        """Swaps in the weights of a Hugging Face folder while nothing runs; KV and prefix caches are dropped.
+
+        Returns once the server serves them and says so, where it has a way to say so.
+        """
+        ...
