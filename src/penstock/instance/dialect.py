@@ -34,6 +34,8 @@ class ServerFacts:
     max_running: int
     """0 where the server does not say."""
     device: str = ""
+    model_type: str = ""
+    """As in config.json; empty where the server does not say."""
 
 
 @dataclass(slots=True)
@@ -47,6 +49,8 @@ class Chunk:
     """Why, where `finish` is FAILED."""
     aborted: bool = False
     """The server ended it unasked or at our word, with its answer incomplete: it may be started again from here."""
+    weight_version: str = ""
+    """What the server says the tokens were drawn with (the number given to `load`, as text); empty where it doesn't."""
 
 
 class Dialect(Protocol):
@@ -56,6 +60,9 @@ class Dialect(Protocol):
     lets aiohttp's and the system's connection errors through.
     """
 
+    frame_steps: int
+    """Tokens of a sequence that the server may gather in one chunk, where it can be told; set before it starts."""
+
     @property
     def kind(self) -> str:
         """`vllm` or `sglang`."""
@@ -63,6 +70,10 @@ class Dialect(Protocol):
 
     def command(self, model_folder: Path, host: str, port: int, options: Mapping[str, str]) -> list[str]:
         """The server's command line. `options` are the engine's own, without dashes; an empty value is a flag."""
+        ...
+
+    def limits(self, max_running: int, max_context_tokens: int) -> dict[str, str]:
+        """The options of `command` that set these; 0 leaves the server's own."""
         ...
 
     def environment(self) -> dict[str, str]:
@@ -80,8 +91,9 @@ class Dialect(Protocol):
     ) -> AsyncIterator[Chunk]:
         """Streams one sequence. Ends after a chunk that is not RUNNING or that is aborted.
 
-        Raises EngineError, too, for ids outside the vocabulary, a number of log-probabilities that is not that of
-        the ids, and log-probabilities that are NaN or above 0.
+        A request that the server refuses (HTTP 400) ends in a FAILED chunk; EngineError means that the server itself
+        can't be relied on, as for a number of log-probabilities that is not that of the ids. Ids outside the
+        vocabulary and log-probabilities that are NaN or above 0 are found by whoever reads the chunks.
         """
         ...
 
