@@ -404,6 +404,14 @@ def test_unscored_samples_are_missing_with_their_causes_and_never_zero(make_run:
     assert kept.metrics[0]["groups"] == 4
 
 
+def test_a_run_that_scored_no_group_at_all_is_saved_and_ends_with_an_error(make_run: MakeRun) -> None:
+    run = make_run(scorer=FakeScorer(lambda sample: Unscored("judge was away")), steps=2)
+    with pytest.raises(RewardError, match="no group of the whole run could be scored"):
+        run.trainer.run()
+    assert len(run.of(events.StepFinished)) == 2
+    assert run.of(events.CheckpointSaved)
+
+
 def test_an_evaluation_without_any_score_is_a_warning_and_no_accuracy(make_run: MakeRun) -> None:
     def judge(sample: Sample) -> Score | Unscored:
         return Unscored("away") if sample.id.batch.startswith("eval") else Score(float(sample.id.replica))

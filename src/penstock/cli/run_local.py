@@ -31,6 +31,7 @@ from penstock.observe.log import EventLog, read_events
 from penstock.observe.metrics import MetricsLog, read_metrics
 from penstock.observe.samples import SamplesLog
 from penstock.observe.state import FleetSnapshot, RunView
+from penstock.observe.summary_tally import SummaryTally
 from penstock.observe.terminal import View, open_view
 from penstock.reward.scorer import Scorer
 from penstock.rollout.client import RolloutClient
@@ -76,6 +77,8 @@ class _Run:
         self.gone: set[str] = set()
         """Names of instances that the manager gave up or saw leave."""
         self.closing = contextlib.ExitStack()
+        self.tally = SummaryTally()
+        """Of this part of the run, for a summary where the disk has no whole log of it."""
         self.view: View
         self.events: EventLog
 
@@ -85,7 +88,7 @@ class _Run:
         self.view = self.closing.enter_context(open_view(config.observe.view, RunView(steps=config.train.steps)))
         outcome, summary = "done", None
         try:
-            self.events = EventLog(self.folder / "events.jsonl", self.view.apply, self._notice)
+            self.events = EventLog(self.folder / "events.jsonl", self.view.apply, self._notice, self.tally.take)
             self.closing.callback(self.events.close)
             self._emit(
                 events.RunStarted(
@@ -245,17 +248,18 @@ class _Run:
     def _scorers(self, edge: EdgeLoop, parts: contextlib.ExitStack) -> tuple[Scorer, Scorer]:
         """The reward's, and evaluation's apart from it, so that replacing the reward never replaces the yardstick."""
         reward = self.config.reward
-        scorer = self._scorer(reward.function, edge, parts)
-        if reward.eval_function in ("", reward.function):
+        scorer = self._scorer(reward.function, reward.options, edge, parts)
+        if not reward.eval_function or (reward.eval_function, reward.eval_options) == (reward.function, reward.options):
             return scorer, scorer
-        return scorer, self._scorer(reward.eval_function, edge, parts)
+        return scorer, self._scorer(reward.eval_function, reward.eval_options, edge, parts)
 
-    def _scorer(self, function: str, edge: EdgeLoop, parts: contextlib.ExitStack) -> Scorer:
+    def _scorer(self, function: str, options: dict[str, Any], edge: EdgeLoop, parts: contextlib.ExitStack) -> Scorer:
         reward = self.config.reward
 
         async def start() -> Scorer:
             scorer = Scorer(
                 function,
+                options=options,
                 mode=reward.mode,
                 processes=reward.processes,
                 timeout_s=reward.timeout_s,
@@ -328,7 +332,7 @@ class _Run:
     def _summarise(self) -> Summary | None:
         """Summary and curves out of the records; what can't be written is said and spoils nothing else."""
         from penstock.observe.plots import draw_curves
-        from penstock.observe.summary import summarise, write_summary
+        from penstock.observe.summary import summarise, tally_summary, write_summary
 
         try:
             log = list(read_events(self.folder / "events.jsonl"))
@@ -336,7 +340,12 @@ class _Run:
             metrics = read_metrics(path) if path.exists() else []
             drawn, accepted = tokens_of_engines(log)
             folder = str(self.folder)
-            summary = summarise(log, metrics, folder=folder, tokens_drawn=drawn, tokens_accepted=accepted)
+            if self.events.dropped:
+                message = f"{self.events.dropped} events are not on the disk; the summary is of this part of the run"
+                self._emit(events.Warned(ts=time.time(), where="summary", message=message))
+                summary = tally_summary(self.tally, folder=folder)
+            else:
+                summary = summarise(log, metrics, folder=folder, tokens_drawn=drawn, tokens_accepted=accepted)
         except (PenstockError, OSError) as error:
             self._emit(events.Warned(ts=time.time(), where="summary", message=str(error)))
             return None

@@ -63,6 +63,12 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
     instances_lost: int
     """Gone without a goodbye."""
     waited_for_instances_s: float
+    manager_losses: int
+    """Times that the trainer lost its connection to the manager."""
+    manager_restarts: int
+    """Times that the manager's process ended by accident and was started again."""
+    samples_recovered: int
+    """Finished before the trainer or its connection was lost, and not generated again when it was back."""
     warnings: int
 
 
@@ -131,6 +137,9 @@ def tally_summary(
         instances_joined=tally.instances_joined,
         instances_lost=tally.instances_lost,
         waited_for_instances_s=tally.waited_for_instances_s,
+        manager_losses=tally.manager_losses,
+        manager_restarts=tally.manager_restarts,
+        samples_recovered=tally.samples_recovered,
         warnings=tally.warnings,
     )
 
@@ -142,6 +151,7 @@ def write_summary(path: Path, summary: Summary) -> None:
         whole.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
         os.replace(whole, path)
     except OSError as error:
+        whole.unlink(missing_ok=True)
         raise StorageError(f"the summary can't be written to {path}: {error.strerror}") from error
 
 
@@ -160,6 +170,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.trainer_wait_share is not None:
         rows.append(("trainer waited", f"{100 * summary.trainer_wait_share:.0f} % of its time"))
     rows.append(("instances", _instances(summary)))
+    if summary.manager_losses:
+        rows.append(("manager", f"{summary.manager_losses:,} times lost, {summary.manager_restarts:,} started again"))
     rows.append(("took", f"{summary.wall_s:.0f} s for {summary.steps:,} steps, {summary.weight_versions:,} versions"))
     rows.append(("folder", summary.folder))
     if summary.checkpoint:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from penstock.config.run import RunConfig
-from penstock.errors import StorageError
+from penstock.errors import RewardError, StorageError
 from penstock.observe import events
 from penstock.sample import Group
 from penstock.train.actor import Actor, OptimizerStep
@@ -35,9 +35,10 @@ class Trainer:
     """Runs `config.train.steps` steps with `actor`, from step `start_step` (0, or a checkpoint's).
 
     `run()` returns when the last step is done, evaluated and saved. It raises RolloutError for a batch that can't be
-    completed, RewardError where scoring itself is broken, StorageError where the last checkpoint can't be written; an
-    earlier checkpoint that can't be written is a warning. KeyboardInterrupt passes through. Whatever ends it, batches
-    that are open are cancelled first, so that nobody generates for a run that is over.
+    completed, RewardError where scoring itself is broken or has scored no group at all, StorageError where the last
+    checkpoint can't be written; an earlier checkpoint that can't be written is a warning. KeyboardInterrupt passes
+    through. Whatever ends it, batches that are open are cancelled first, so that nobody generates for a run that is
+    over.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Trainer:
         """Weight version that generates now: one for each step."""
         self._clock = clock
         self._saved_step = start_step
+        self._groups_learned_from = 0
         self._at_boundary = True
         """Whether the weights are those that step `self.step` begins with."""
         self._worked_through = False
@@ -79,6 +81,11 @@ class Trainer:
         with self._batches.cancelled_on_error():
             self._finish_evaluation(self._start_evaluation())
         self._save()
+        if not self._groups_learned_from:
+            raise RewardError(
+                "no group of the whole run could be scored, so nothing was learned; events.jsonl has the causes "
+                "(`unscorable`)"
+            )
 
     def save_where_stopped(self) -> None:
         """After a run broke off: saves the step boundary that it stands at, if that is not on the disk already.
@@ -158,6 +165,7 @@ class Trainer:
         advantages_B = self._advantage(rewards_B, group_B)
         advantages, signal = advantages_B.tolist(), has_signal(advantages_B, group_B).tolist()
         tally.take_in(groups, signal)
+        self._groups_learned_from += len(groups)
         chosen = [k for k in range(len(samples)) if signal[k] or not self._skips_without_signal]
         lengths = [len(samples[k].prompt.token_ids) + len(samples[k].token_ids) for k in chosen]
         passes = split_passes(lengths, self.config.train.tokens_per_micro_batch)
