@@ -90,7 +90,7 @@ def command(*words: str) -> list[str]:
 
 def train(work: Path, *words: str, expect: int = 0) -> str:
     done = subprocess.run(
-        command("tiny.toml", *words), cwd=work, env=ENVIRONMENT, capture_output=True, text=True, timeout=110
+        command("tiny.toml", *words), cwd=work, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
     )
     output = done.stdout + done.stderr
     assert done.returncode == expect, output
