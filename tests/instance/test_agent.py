@@ -267,6 +267,7 @@ async def test_leaving_sends_every_token_drawn_then_says_goodbye(store: WeightSt
             await asyncio.wait_for(task, 10)
             await asyncio.wait_for(session.closed.wait(), 10)
             assert isinstance(session.frames[-1], Goodbye)
+            assert not session.frames[-1].engine_failed
             assert session.frames[-1].cause == "the machine is taken away"
             assert sum(map(len, session.tokens().values())) == engine.load().tokens_generated
             assert session.ws.close_code == WSCloseCode.OK
@@ -482,6 +483,7 @@ async def test_an_engine_without_a_context_of_its_own_has_the_one_that_the_run_w
         Welcome(instance="i", heartbeat_s=1.0, frame_steps=4, max_context_tokens=1),
         Welcome(instance="i", heartbeat_s=1.0, frame_steps=4, max_context_tokens=-5),
         Welcome(instance="i", heartbeat_s=1.0, frame_steps=4, max_frame_bytes=100),
+        Welcome(instance="i", heartbeat_s=1.0, frame_steps=4, hold_off_s=float("nan")),
     ],
 )
 async def test_a_manager_that_does_not_welcome_properly_is_left(first: Welcome | Drain) -> None:
@@ -522,7 +524,9 @@ async def test_an_engine_that_dies_ends_the_agent_and_the_manager_is_told(store:
             await session.send(start_frame([1], sampling=Sampling(max_new_tokens=4000)))
             with pytest.raises(EngineError, match="device lost"):
                 await asyncio.wait_for(task, 10)
-            assert "device lost" in (await session.next_of(Goodbye)).cause
+            goodbye = await session.next_of(Goodbye)
+            assert "device lost" in goodbye.cause
+            assert goodbye.engine_failed
 
 
 class Stuck(PacedEngine):
@@ -547,6 +551,18 @@ async def test_an_engine_that_is_stuck_ends_the_agent_rather_than_beat_on(store:
             with pytest.raises(EngineError, match=r"made no progress .* with 2 sequences running"):
                 await asyncio.wait_for(task, 10)
             await asyncio.wait_for(session.closed.wait(), 10)
+            [goodbye] = session.of(Goodbye)
+            assert "made no progress" in goodbye.cause
+            assert goodbye.engine_failed
+
+
+async def test_an_agent_that_has_to_wait_for_work_says_so_on_its_own_screen(caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeManager() as manager:
+        manager.welcome = Welcome(instance="i", heartbeat_s=1.0, frame_steps=4, hold_off_s=30.0)
+        async with running(agent_of(manager)):
+            session = await manager.session()
+            await session.next_of(Heartbeat)
+            assert "gives no work for 30 s" in caplog.text
 
 
 @pytest.mark.parametrize(

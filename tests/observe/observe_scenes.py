@@ -8,7 +8,7 @@ START = 1_700_000_000.0
 
 
 def instance_changed(
-    ts: float, number: int, before: str, after: str, cause: str = "", tokens: int = 0
+    ts: float, number: int, before: str, after: str, cause: str = "", tokens: int = 0, orderly: bool = False
 ) -> events.InstanceChanged:
     return events.InstanceChanged(
         ts=ts,
@@ -18,6 +18,7 @@ def instance_changed(
         after=after,
         cause=cause,
         tokens_accepted=tokens,
+        orderly=orderly,
     )
 
 
@@ -64,7 +65,9 @@ def run_metrics(steps: int = 8) -> list[dict[str, float | None]]:
     return [{"step": float(step), **step_metrics(step, steps)} for step in range(steps)]
 
 
-def row(number: int, state: str = "ready", running: int = 10, rate: float = 1000.0, cause: str = "") -> InstanceRow:
+def row(
+    number: int, state: str = "ready", running: int = 10, rate: float = 1000.0, cause: str = "", orderly: bool = False
+) -> InstanceRow:
     return InstanceRow(
         instance=f"i-{number}",
         name=f"engine-{number}",
@@ -77,6 +80,7 @@ def row(number: int, state: str = "ready", running: int = 10, rate: float = 1000
         tokens_per_s=rate,
         age_s=10.0,
         cause=cause,
+        orderly=orderly,
     )
 
 

@@ -119,7 +119,7 @@ def test_memory_does_not_grow_with_the_run() -> None:
         (instance_changed(1, 3, "loading", "ready"), "engine-3 joined"),
         (instance_changed(1, 3, "ready", "draining", "SIGTERM"), "engine-3 is leaving: SIGTERM"),
         (instance_changed(1, 3, "ready", "gone", "3 heartbeats missed"), "engine-3 is gone: 3 heartbeats missed"),
-        (instance_changed(1, 3, "ready", "gone", "said goodbye: SIGTERM"), "engine-3 left: SIGTERM"),
+        (instance_changed(1, 3, "ready", "gone", "SIGTERM", orderly=True), "engine-3 left: SIGTERM"),
         (
             events.WaitingForInstances(ts=1, waiting_for="an instance with weight version 12", samples=40),
             "waiting for an instance with weight version 12; 40 samples to go",
@@ -224,6 +224,11 @@ def test_what_the_manager_calls_a_goodbye_is_no_loss(goodbye: bool, lost: bool) 
     assert is_loss(end) is lost
 
 
+def test_a_refused_connection_is_told_with_its_cause_and_how_often() -> None:
+    refused = events.ConnectionRefused(ts=1, peer="10.0.0.7", door="agent", cause="the token is wrong", times=4)
+    assert said(refused) == ["a connection from 10.0.0.7 was refused: the token is wrong (4 so far)"]
+
+
 @pytest.mark.parametrize("width", [20, 40, 50, 64, 80, 100, 160])
 @pytest.mark.parametrize("height", [8, 16, 24, 50])
 def test_no_line_is_wider_than_the_terminal(width: int, height: int) -> None:
@@ -296,11 +301,11 @@ def test_a_report_between_two_steps_does_not_hide_what_ran() -> None:
 def test_engines_that_leave_when_all_is_done_left_calmly() -> None:
     view = run_view(steps=8, until=8)
     view.apply(instance_changed(START + 30, 0, "ready", "draining", "got SIGTERM"))
-    notice = view.apply(instance_changed(START + 30, 0, "draining", "gone", "said goodbye: got SIGTERM"))
+    notice = view.apply(instance_changed(START + 30, 0, "draining", "gone", "got SIGTERM", orderly=True))
     assert notice is not None
     assert (str(notice), notice.mood) == ("engine-0 left, the run ended", "plain")
     assert "leaving" not in render_text(view)
-    view.apply_fleet(FleetSnapshot(ts=START + 31, instances=(row(0, "gone", cause="said goodbye: got SIGTERM"),)))
+    view.apply_fleet(FleetSnapshot(ts=START + 31, instances=(row(0, "gone", cause="got SIGTERM", orderly=True),)))
     text = render_text(view)
     assert "○ engine-0 left, the run ended" in text
     assert "× engine-0" not in text
@@ -317,7 +322,7 @@ def test_an_engine_that_the_end_of_a_failed_run_stopped_in_its_start_was_not_kil
 
 def test_one_that_left_in_mid_run_says_why_and_is_no_loss() -> None:
     view = run_view(until=5)
-    view.apply_fleet(FleetSnapshot(ts=START + 31, instances=(row(0, "gone", cause="said goodbye: got SIGTERM"),)))
+    view.apply_fleet(FleetSnapshot(ts=START + 31, instances=(row(0, "gone", cause="got SIGTERM", orderly=True),)))
     assert "○ engine-0 left: got SIGTERM" in render_text(view)
 
 

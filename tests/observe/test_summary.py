@@ -154,8 +154,8 @@ def test_a_resumed_run_adds_its_parts_up() -> None:
 
 def test_an_instance_that_says_goodbye_is_not_lost() -> None:
     log: list[Event] = [
-        instance_changed(1, 0, "ready", "gone", "said goodbye: SIGTERM"),
-        instance_changed(1, 1, "draining", "gone", "closed"),
+        instance_changed(1, 0, "ready", "gone", "SIGTERM", orderly=True),
+        instance_changed(1, 1, "draining", "gone", "closed", orderly=True),
         instance_changed(1, 2, "ready", "gone", "3 heartbeats missed"),
     ]
     assert summary_of(log).instances_lost == 1

@@ -121,12 +121,14 @@ class SimulatedAgent:
     version: int = -1
     loading: LoadWeights | None = None
     draining: bool = False
+    held_off_s: float = 0.0
     context_tokens: int = 1024
     sequences: dict[int, Sequence_] = field(default_factory=dict)
 
     def take(self, frame: object) -> None:
         if isinstance(frame, Welcome):
             self.instance = frame.instance
+            self.held_off_s = frame.hold_off_s
         elif isinstance(frame, LoadWeights):
             self.loading = frame
         elif isinstance(frame, StopFrame):

@@ -10,6 +10,7 @@ from rollout_helpers import SimulatedAgent, World, output_of, submit, tokens
 
 from penstock.observe.events import (
     BatchEnded,
+    ConnectionRefused,
     FrameRefused,
     InstanceChanged,
     RowsRefused,
@@ -242,6 +243,9 @@ def test_a_connection_without_a_hello_is_closed() -> None:
     world.pass_time(11.0)
     assert world.closed[0][0] == "mute"
     assert "no hello" in world.closed[0][1]
+    [refused] = world.of_kind(ConnectionRefused)
+    assert isinstance(refused, ConnectionRefused)
+    assert refused.cause == world.closed[0][1]
 
 
 def test_with_no_instance_left_samples_wait_and_go_on_when_one_joins() -> None:
@@ -368,7 +372,7 @@ def test_a_goodbye_is_no_accident() -> None:
     world.play_out()
     check_delivered(world, "train-0", 1, 6, 8)
     gone = [e for e in world.of_kind(InstanceChanged) if isinstance(e, InstanceChanged) and e.after == "gone"]
-    assert all("said goodbye: SIGTERM" in e.cause for e in gone)
+    assert all(e.orderly and e.cause == "SIGTERM" for e in gone)
 
 
 def test_one_that_comes_back_is_another_instance() -> None:
@@ -376,6 +380,96 @@ def test_one_that_comes_back_is_another_instance() -> None:
     world.lose(first)
     again = world.join_ready("engine-0")
     assert (first.instance, again.instance) == ("engine-0", "engine-0~2")
+
+
+def gone_events(world: World) -> list[InstanceChanged]:
+    return [e for e in world.of_kind(InstanceChanged) if isinstance(e, InstanceChanged) and e.after == "gone"]
+
+
+def test_every_transition_of_a_life_is_an_event_with_its_cause() -> None:
+    world, _ = ready_world()
+    world.now += 1
+    world.carry_out(world.manager.shutdown(world.now, "the run is over"))
+    world.pass_time(40)
+    told = [(e.before, e.after, e.cause) for e in world.of_kind(InstanceChanged) if isinstance(e, InstanceChanged)]
+    assert [(before, after) for before, after, _ in told] == [
+        ("", "joining"),
+        ("joining", "loading"),
+        ("loading", "ready"),
+        ("ready", "draining"),
+        ("draining", "gone"),
+    ]
+    assert all(cause for _, _, cause in told)
+
+
+def test_one_that_was_lost_comes_back_through_loading_and_takes_work_of_the_step_at_once() -> None:
+    world, [first] = ready_world()
+    world.trainer(submit(samples_per_prompt=3))
+    world.send(first, first.draw(list(first.sequences), 1))
+    world.lose(first)
+    again = world.join("engine-0")
+    assert again.loading is not None
+    assert not again.sequences
+    world.send(again, again.ready())
+    assert len(again.sequences) == 3
+    world.play_out()
+    check_delivered(world, "train-0", 1, 3, 8)
+
+
+def test_an_end_says_whether_it_was_orderly() -> None:
+    world, agents = ready_world(4)
+    world.lose(agents[0])
+    world.send(agents[1], Goodbye(cause="got SIGTERM"))
+    world.send(agents[2], Goodbye(cause="the engine failed: out of memory", engine_failed=True))
+    world.carry_out(world.manager.shutdown(world.now, "the run is over"))
+    world.lose(agents[3])
+    assert [event.orderly for event in gone_events(world)] == [False, True, False, True]
+    assert [row.orderly for row in world.manager.status(world.now).instances] == [False, True, False, True]
+
+
+def flap(world: World, times: int) -> SimulatedAgent:
+    for _ in range(times):
+        world.lose(world.join_ready("spot"))
+        world.pass_time(1)
+    return world.join("spot")
+
+
+def test_an_agent_that_keeps_being_lost_waits_for_weights_and_work_and_is_told_so() -> None:
+    world, _ = ready_world(0)
+    agent = flap(world, 4)
+    assert agent.held_off_s == 4
+    assert agent.loading is None
+    [row] = [row for row in world.manager.status(world.now).instances if row.state == "joining"]
+    assert "waits 4 s for work, since it came and was lost quickly 4 times" in row.cause
+    world.trainer(submit())
+    world.pass_time(3.9)
+    assert agent.loading is None
+    world.pass_time(0.2)
+    assert agent.loading is not None
+    world.play_out()
+    check_delivered(world, "train-0", 1, 1, 8)
+
+
+def test_one_that_leaves_in_good_order_may_come_back_at_once() -> None:
+    world, _ = ready_world(0)
+    for _ in range(9):
+        agent = world.join_ready("spot")
+        world.send(agent, Goodbye(cause="got SIGTERM"))
+    assert world.join("spot").loading is not None
+
+
+def test_a_name_made_of_the_process_id_is_known_again_when_the_process_is_another() -> None:
+    world, _ = ready_world(0)
+    for pid in range(1, 6):
+        peer = f"flapping-{pid}"
+        world.carry_out(world.manager.on_agent_connected(peer, world.now))
+        hello = AgentHello(name=f"host-{pid}", engine="x", pid=pid, host="host", max_running=1, max_context_tokens=1024)
+        decisions = world.manager.on_agent_frame(peer, hello, world.now)
+        [welcome] = [frame for _, frame in decisions.frames if isinstance(frame, Welcome)]
+        if pid < 5:
+            world.carry_out(world.manager.on_agent_lost(peer, "the connection was cut", world.now + 0.1))
+            world.now += 1
+    assert welcome.hold_off_s == 4
 
 
 def test_samples_go_only_where_the_context_has_room_for_prompt_and_output() -> None:

@@ -608,6 +608,7 @@ def test_the_process_leaves_when_its_parent_does(tmp_path: Path) -> None:
         (("--port", "99999"), TOKEN, "--port is 99999"),
         (("--heartbeat-s", "0"), TOKEN, "--heartbeat-s is 0.0"),
         (("--heartbeat-s", "nan"), TOKEN, "--heartbeat-s is nan"),
+        (("--hold-off-s", "-1"), TOKEN, "--hold-off-s is -1.0"),
     ],
 )
 def test_a_start_that_can_not_work_says_why(tmp_path: Path, arguments: tuple[str, ...], token: str, says: str) -> None:
@@ -627,3 +628,34 @@ def test_the_process_names_a_port_in_use(tmp_path: Path) -> None:
         out, _ = process.communicate(timeout=30)
     assert process.returncode not in (0, None)
     assert f"127.0.0.1:{port} is in use" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "waits"), [((), 4.0), (("--hold-off-s", "3"), 3.0), (("--hold-off-s", "0"), 0.0)]
+)
+async def test_the_longest_wait_of_an_agent_that_keeps_being_lost_can_be_set(
+    tmp_path: Path, arguments: tuple[str, ...], waits: float
+) -> None:
+    process = start_process(tmp_path, *arguments)
+    try:
+        url = await asyncio.to_thread(wait_ready, process, tmp_path)
+        hello = AgentHello(name="spot", engine="x", pid=1, host="h", max_running=1, max_context_tokens=99)
+        async with aiohttp.ClientSession() as http:
+            for life in range(5):
+                async with http.ws_connect(f"{url}/agent", headers=HEADERS) as ws:
+                    await ws.send_bytes(encode(hello))
+                    welcome = decode_from_manager((await ws.receive(timeout=20)).data)
+                    assert isinstance(welcome, Welcome)
+                    transport_of(ws).abort()
+                async with asyncio.timeout(20):
+                    while await gone_instances(http, url) <= life:
+                        await asyncio.sleep(0.01)
+        assert welcome.hold_off_s == waits
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.communicate)
+
+
+async def gone_instances(http: aiohttp.ClientSession, url: str) -> int:
+    async with http.get(f"{url}/instances", headers=HEADERS) as response:
+        return sum(row["state"] == "gone" for row in await response.json())

@@ -26,6 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--heartbeat-s", type=float, default=2.0, help="an instance silent for three of these is dead")
     parser.add_argument("--load-deadline-s", type=float, default=120.0, help="to load a weight version (default 120)")
+    parser.add_argument(
+        "--hold-off-s",
+        type=float,
+        default=60.0,
+        help="longest wait for work of an agent that keeps being lost soon after it came; 0 for none (default 60)",
+    )
     parser.add_argument("--frame-steps", type=int, default=8, help="decode steps in one token frame (default 8)")
     parser.add_argument("--max-pending", type=int, default=16, help="samples waiting at one instance (default 16)")
     parser.add_argument("--ready-file", type=Path, help="written once listening: JSON with url and pid")
@@ -62,6 +68,7 @@ def _check(args: argparse.Namespace) -> None:
         ("max_context", 0, 1 << 24),
         ("heartbeat_s", 0.01, 3600),
         ("load_deadline_s", 0.01, 1e6),
+        ("hold_off_s", 0, 3600),
         ("frame_steps", 1, 1 << 16),
         ("max_pending", 0, 1 << 20),
     ):
@@ -72,13 +79,18 @@ def _check(args: argparse.Namespace) -> None:
 
 async def _serve(args: argparse.Namespace, token: str) -> int:
     from penstock.cli.parent import watch_stdin
+    from penstock.rollout.flapping import FlapConfig
     from penstock.rollout.fleet import FleetConfig
     from penstock.rollout.manager import ManagerConfig
     from penstock.rollout.server import ManagerServer, ServerConfig
 
     frame_bytes = args.max_frame_mib * 1024 * 1024
     manager = ManagerConfig(
-        fleet=FleetConfig(heartbeat_s=args.heartbeat_s, load_deadline_s=args.load_deadline_s),
+        fleet=FleetConfig(
+            heartbeat_s=args.heartbeat_s,
+            load_deadline_s=args.load_deadline_s,
+            flapping=FlapConfig(most_s=args.hold_off_s),
+        ),
         frame_steps=args.frame_steps,
         max_pending_per_instance=args.max_pending,
         max_context_tokens=args.max_context,

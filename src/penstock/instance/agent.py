@@ -179,6 +179,9 @@ class Agent:
             reconnect.welcomed(time.monotonic())
             self._socket = socket_
             return await first_to_end(self._receive(socket_), self._heartbeats(welcome), self._load_wanted())
+        except EngineError as error:
+            await self._say_goodbye(f"the engine failed: {error}", engine_failed=True)
+            raise
         except WireError as error:
             self.bad_frames += 1
             code = aiohttp.WSCloseCode.MESSAGE_TOO_BIG if isinstance(error, FrameTooLarge) else 1002
@@ -244,6 +247,8 @@ class Agent:
         self.instance = frame.instance
         self.sessions += 1
         log.info("joined %s as %s", self._url, frame.instance)
+        if frame.hold_off_s:
+            log.warning("came and was lost too often: the manager gives no work for %.0f s", frame.hold_off_s)
         return frame
 
     def _heed(self, welcome: Welcome) -> None:
@@ -251,6 +256,8 @@ class Agent:
         context, limit = welcome.max_context_tokens, welcome.max_frame_bytes
         if not welcome.heartbeat_s > 0 or welcome.frame_steps < 1:
             raise WireError(f"a welcome with heartbeat_s={welcome.heartbeat_s} and frame_steps={welcome.frame_steps}")
+        if not welcome.hold_off_s >= 0:
+            raise WireError(f"a welcome with hold_off_s={welcome.hold_off_s}")
         if (context and context < 2) or (limit and limit < MIN_FRAME_BYTES):
             raise WireError(f"a welcome with max_context_tokens={context} and max_frame_bytes={limit}")
         if limit:
@@ -447,13 +454,15 @@ class Agent:
 
     async def _engine_failed(self, error: BaseException | None) -> None:
         error = error or EngineError("the engine ended its tokens though nobody asked it to")
-        await self._say_goodbye(f"the engine failed: {error}")
+        await self._say_goodbye(f"the engine failed: {error}", engine_failed=True)
         raise error
 
-    async def _say_goodbye(self, cause: str) -> None:
+    async def _say_goodbye(self, cause: str, engine_failed: bool = False) -> None:
         """The last frame of a session, and its close; nothing where there is no session."""
         socket_ = self._socket
-        if socket_ is not None and await self._send(Goodbye(cause=cause[:CAUSE_CHARACTERS])):
+        if socket_ is not None and await self._send(
+            Goodbye(cause=cause[:CAUSE_CHARACTERS], engine_failed=engine_failed)
+        ):
             await self._close(socket_, int(aiohttp.WSCloseCode.OK), cause)
 
 

@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from penstock.observe.instances import RUN_ENDED, goodbye_words, is_goodbye, outcome_words
+from penstock.observe.instances import RUN_ENDED, outcome_words
 from penstock.observe.notices import Mood, Notice, printable
 from penstock.observe.state import InstanceRow, RunView
 
@@ -310,10 +310,10 @@ def _living_cells(row: InstanceRow, fastest: float, room: int) -> list[Text]:
 
 def _end(row: InstanceRow, view: RunView, width: int) -> Text:
     """`× engine-1 is gone: 3 heartbeats missed`, or calmly that it left."""
-    if row.name in view.ended_with_run and (row.state != "gone" or is_goodbye(row.cause)):
+    if row.name in view.ended_with_run and (row.state != "gone" or row.orderly):
         sign, words = _LEFT_SIGN, f"left, {RUN_ENDED}"
-    elif is_goodbye(row.cause):
-        sign, words = _LEFT_SIGN, f"left: {goodbye_words(row.cause)}"
+    elif row.orderly:
+        sign, words = _LEFT_SIGN, f"left: {row.cause}" if row.cause else "left"
     else:
         sign, words = _GONE_SIGN, f"is gone: {row.cause}" if row.cause else "is gone"
     told = _wrapped(printable(f"{row.name} {words}"), width - 2, CAUSE_LINES).replace("\n", "\n  ")

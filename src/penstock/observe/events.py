@@ -57,6 +57,8 @@ class InstanceChanged(_Event, tag="instance_changed"):
     after: str
     cause: str
     tokens_accepted: int = 0
+    orderly: bool = False
+    """Of an end: it said goodbye or was asked to leave, with its engine well. False: it was lost."""
 
 
 class SamplesMoved(_Event, tag="samples_moved"):
@@ -71,6 +73,18 @@ class SamplesMoved(_Event, tag="samples_moved"):
 class SampleFailed(_Event, tag="sample_failed"):
     sample: str
     cause: str
+
+
+class ConnectionRefused(_Event, tag="connection_refused"):
+    """A connection that was not let in; repeats of a cause are told at the 1st, 2nd, 4th, 8th time."""
+
+    peer: str
+    """Its address, as far as that is known."""
+    door: str
+    """agent, trainer or operator."""
+    cause: str
+    times: int = 1
+    """Refused for this cause so far."""
 
 
 class FrameRefused(_Event, tag="frame_refused"):
@@ -178,6 +192,7 @@ Event = (
     | InstanceChanged
     | SamplesMoved
     | SampleFailed
+    | ConnectionRefused
     | FrameRefused
     | RowsRefused
     | BatchSubmitted

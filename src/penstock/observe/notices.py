@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from penstock.observe import events
 from penstock.observe.events import Event
-from penstock.observe.instances import RUN_ENDED, goodbye_words, is_end, is_loss, outcome_words
+from penstock.observe.instances import RUN_ENDED, is_end, is_loss, outcome_words
 
 Mood = Literal["plain", "good", "trouble"]
 
@@ -121,7 +121,7 @@ class Notices:
         if event.after == "draining":
             return None if self.steps_done else (f"{event.name} is leaving{_because(event.cause)}", "plain")
         if is_end(event) and not is_loss(event):
-            return self._say_left(event.name, RUN_ENDED if self.steps_done else goodbye_words(event.cause))
+            return self._say_left(event.name, RUN_ENDED if self.steps_done else event.cause)
         if is_end(event) and event.name not in self._exited:
             return f"{event.name} is gone{_because(event.cause)}", "trouble"
         return None
@@ -193,6 +193,9 @@ def _say_of_samples(event: Event) -> tuple[str, Mood] | None:
             return f"batch {batch}: {_count(failed, 'sample')} failed{_because(cause)}", "trouble"
         case events.BatchEnded(batch=batch, cause=cause) if cause:
             return (cause if cause.startswith(f"batch {batch} ") else f"batch {batch} was given up: {cause}"), "trouble"
+        case events.ConnectionRefused(peer=peer, cause=cause, times=times):
+            again = f" ({times:,} so far)" if times > 1 else ""
+            return f"a connection from {peer} was refused: {cause}{again}", "trouble"
         case events.FrameRefused(peer=peer, cause=cause):
             return f"a frame of {peer} was refused: {cause}", "trouble"
         case events.Unscorable(causes=causes, groups_dropped=dropped):

@@ -40,6 +40,8 @@ class InstanceRow:
     tokens_per_s: float
     age_s: float
     cause: str = ""
+    orderly: bool = False
+    """Of one that is gone: it left in good order."""
 
 
 class _Report(Protocol):

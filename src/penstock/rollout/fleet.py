@@ -1,8 +1,8 @@
 """Every instance's life: joining, loading(version), ready, draining, gone.
 
 Decides which instances may take work for a weight version and a length of context, which weights each is to load, and
-which are given up for dead: a silent one, one that does not say hello, one that takes too long to load. Refuses to
-know what runs on them.
+which are given up for dead: a silent one, one that does not say hello, one that takes too long to load or to leave.
+Refuses to know what runs on them.
 One that is gone never comes back: its machine joins again through the front door, as another instance.
 """
 
@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from penstock.errors import WireError
-from penstock.observe.events import Event, InstanceChanged, WeightsFailed, WeightsLoaded
+from penstock.observe.events import ConnectionRefused, Event, InstanceChanged, WeightsFailed, WeightsLoaded
+from penstock.rollout.flapping import FlapConfig, Flapping
 from penstock.wire import AgentHello, Heartbeat, InstanceStatus, LoadFailed, VersionReady
 
 __all__ = ["NO_VERSION", "Fleet", "FleetConfig", "Instance", "State"]
@@ -56,6 +57,7 @@ class FleetConfig:
     """From the first request to load a version until it is held, tries that failed included."""
     drain_s: float = 30.0
     """From the request to leave until it is gone."""
+    flapping: FlapConfig = field(default_factory=FlapConfig)
 
 
 @dataclass(slots=True)
@@ -85,6 +87,8 @@ class Instance:
     load_cause: str = ""
     retry_at: float | None = None
     """When a failed load is tried again."""
+    hold_off_s: float = 0.0
+    """How long it waits, after its hello, for weights and work."""
     tokens_accepted: int = 0
     tokens_per_s: float = 0.0
     """Accepted from it, smoothed."""
@@ -92,6 +96,10 @@ class Instance:
     frames_refused: int = 0
     beat: Heartbeat | None = None
     cause: str = ""
+    orderly: bool = False
+    """Once gone: it left in good order."""
+    _hello_at: float = 0.0
+    _flap_key: str = ""
     _rate_at: float = 0.0
     _rate_tokens: int = 0
 
@@ -103,6 +111,10 @@ class Instance:
     def holds(self, version: int) -> bool:
         """It serves `version` and takes work for it, whatever fits its context."""
         return self.state is State.READY and self.version == version
+
+    def held_off(self, now: float) -> bool:
+        """It has to wait before it gets weights and work."""
+        return now < self._hello_at + self.hold_off_s
 
     def measure_rate(self, now: float) -> None:
         """Updates `tokens_per_s` from what was accepted since the last call."""
@@ -129,7 +141,11 @@ class Fleet:
     _uses_forgotten: int = 0
     """No forgotten name was given out more often."""
     _peers: dict[str, str] = field(default_factory=dict)
+    _flapping: Flapping = field(init=False)
     gone_count: int = 0
+
+    def __post_init__(self) -> None:
+        self._flapping = Flapping(self.config.flapping)
 
     # ---- who there is
 
@@ -188,8 +204,15 @@ class Fleet:
         instance.name, instance.engine = frame.name, frame.engine[:80]
         instance.host, instance.pid, instance.device = frame.host[:200], frame.pid, frame.device[:80]
         instance.max_running, instance.max_context_tokens = frame.max_running, frame.max_context_tokens
-        instance._rate_at = now
-        self._event(instance, "", "joining", "said hello", now)
+        instance._rate_at = instance._hello_at = now
+        # Where no name was chosen it ends in the process's id, which a machine that comes back has another of.
+        instance._flap_key = frame.name.removesuffix(f"-{frame.pid}")
+        instance.hold_off_s = self._flapping.hold_off_s(instance._flap_key, now)
+        cause = "said hello"
+        if instance.hold_off_s:
+            ends = self._flapping.quick_ends(instance._flap_key, now)
+            cause += f"; waits {instance.hold_off_s:g} s for work, since it came and was lost quickly {ends} times"
+        self._enter(instance, State.JOINING, cause, now, before="")
 
     def told_to_load(self, instance: Instance, version: int, now: float, cause: str) -> None:
         """It was sent LoadWeights. The load deadline runs from the first time for this version."""
@@ -243,15 +266,21 @@ class Fleet:
         if instance.state is not State.DRAINING:
             self._enter(instance, State.DRAINING, cause, now)
 
-    def lose(self, instance: Instance, cause: str, now: float) -> None:
-        """It is gone, for whatever cause."""
+    def lose(self, instance: Instance, cause: str, now: float, orderly: bool) -> None:
+        """It is gone, for whatever cause. `orderly`: it said goodbye or was asked to leave, with its engine well."""
         del self._living[instance.peer]
         self._peers.pop(instance.id, None)
         instance.tokens_per_s = 0.0
         self.gone_count += 1
-        self._enter(instance, State.GONE, cause, now)
+        instance.orderly = orderly
         if instance.name:
+            if not orderly:
+                self._flapping.lost(instance._flap_key, instance._hello_at, instance.hold_off_s, now)
             self._gone.append(instance)
+        else:
+            ts = now + self.wall_offset_s
+            self.emit(ConnectionRefused(ts=ts, peer=instance.peer, door="agent", cause=cause))
+        self._enter(instance, State.GONE, cause, now)
 
     def forget_versions(self, cause: str, now: float) -> None:
         """Weight versions of another trainer mean nothing: every instance has to load anew."""
@@ -306,6 +335,7 @@ class Fleet:
                     tokens_per_s=round(instance.tokens_per_s, 1),
                     age_s=round(now - instance.connected_at, 1),
                     cause=instance.cause,
+                    orderly=instance.orderly,
                 )
             )
         return tuple(rows)
@@ -323,21 +353,20 @@ class Fleet:
             self._uses_forgotten = max(self._uses_forgotten, self._names_used.pop(next(iter(self._names_used))))
         return name if uses == 1 else f"{name}~{uses}"
 
-    def _enter(self, instance: Instance, state: State, cause: str, now: float) -> None:
-        before = instance.state
+    def _enter(self, instance: Instance, state: State, cause: str, now: float, before: str | None = None) -> None:
+        before = instance.state.value if before is None else before
         instance.state, instance.state_since, instance.cause = state, now, cause
-        if instance.name:
-            self._event(instance, before.value, state.value, cause, now)
-
-    def _event(self, instance: Instance, before: str, after: str, cause: str, now: float) -> None:
+        if not instance.name:
+            return
         self.emit(
             InstanceChanged(
                 ts=now + self.wall_offset_s,
                 instance=instance.id,
                 name=instance.name,
                 before=before,
-                after=after,
+                after=state.value,
                 cause=cause,
                 tokens_accepted=instance.tokens_accepted,
+                orderly=instance.orderly,
             )
         )

@@ -174,7 +174,7 @@ class Manager:
         self._now = now
         instance = self.fleet.get(peer)
         if instance is not None:
-            self._lose(instance, cause, orderly=False)
+            self._lose(instance, cause, orderly=instance.state is State.DRAINING)
         return self._decided()
 
     # ---- trainer
@@ -278,6 +278,7 @@ class Manager:
                     frame_steps=self.config.frame_steps,
                     max_context_tokens=self.config.max_context_tokens,
                     max_frame_bytes=self._agent_frame_bytes,
+                    hold_off_s=instance.hold_off_s,
                 ),
             )
             self._steer()
@@ -294,7 +295,7 @@ class Manager:
             self.fleet.load_failed(instance, frame, self._now)
         elif isinstance(frame, Goodbye):
             self._out.close.append((instance.peer, "said goodbye"))
-            self._lose(instance, f"said goodbye: {frame.cause[:500]}", orderly=True)
+            self._lose(instance, frame.cause[:500] or "said goodbye", orderly=not frame.engine_failed)
         else:
             raise WireError(f"a {type(frame).__name__} is the trainer's frame, and came from an agent")
 
@@ -329,7 +330,7 @@ class Manager:
     def _lose(self, instance: Instance, cause: str, orderly: bool) -> None:
         suspects = 0 if orderly else instance.max_running
         evicted = self.tracker.evict(instance.id, f"{instance.id} is gone: {cause}", suspects)
-        self.fleet.lose(instance, cause, self._now)
+        self.fleet.lose(instance, cause, self._now, orderly)
         if evicted.moved:
             self._note_moved(instance, evicted.moved, evicted.tokens_kept, cause)
         self._deliver(evicted.finished)

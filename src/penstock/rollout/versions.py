@@ -65,7 +65,7 @@ class Versions:
         """Loads to begin now, failed ones that are due again included. The fleet takes note of them."""
         orders = []
         for instance in self._fleet:
-            if not instance.name or instance.state is State.DRAINING:
+            if not instance.name or instance.state is State.DRAINING or instance.held_off(now):
                 continue
             wanted = self.wanted(instance)
             if wanted == NO_VERSION or (wanted == instance.version and instance.state is State.READY):

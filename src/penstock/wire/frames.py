@@ -103,6 +103,8 @@ class Goodbye(_Frame, tag="goodbye"):
     """The agent leaves on its own accord; everything it had was sent before."""
 
     cause: str
+    engine_failed: bool = False
+    """Its engine broke: what ran there may be why, and the tokens of the last steps may be missing."""
 
 
 # ---- manager -> agent
@@ -117,6 +119,8 @@ class Welcome(_Frame, tag="welcome"):
     """Context (prompt and output of one sequence) that the run wants of an engine which may choose; 0: not said."""
     max_frame_bytes: int = 0
     """Larger frames are refused, whoever sends them; 0, and until this is known: `codec.MAX_FRAME_BYTES`."""
+    hold_off_s: float = 0.0
+    """It gets neither weights nor work for so long, since agents of its name came and went too quickly."""
 
 
 class LoadWeights(_Frame, tag="load_weights"):
@@ -142,6 +146,8 @@ class StartFrame(_Frame, tag="start"):
 
 class StopFrame(_Frame, tag="stop"):
     leases: bytes  # Q[N]
+    cause: str = ""
+    """Where they were taken away for what the engine did with them, in words for the machine's own screen."""
 
 
 class Drain(_Frame, tag="drain"):
@@ -242,6 +248,8 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     age_s: float
     cause: str = ""
+    orderly: bool = False
+    """Of one that is gone: it left in good order."""
 
 
 class FleetStatus(_Frame, tag="fleet_status"):
