@@ -68,6 +68,9 @@ class Dialect(Protocol):
         """`vllm` or `sglang`."""
         ...
 
+    unties_embeddings: bool
+    """Whether the weights' folders hold an output embedding even where the model shares the input's."""
+
     def command(self, model_folder: Path, host: str, port: int, options: Mapping[str, str]) -> list[str]:
         """The server's command line. `options` are the engine's own, without dashes; an empty value is a flag."""
         ...

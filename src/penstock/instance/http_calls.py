@@ -1,0 +1,76 @@
+"""How dialects ask a server on this machine: one call with a deadline, a stream of events, a seed.
+
+Turns an answer that is refused or no JSON into an EngineError with what the server said. Knows no server's routes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from penstock.errors import EngineError
+
+CALL_S = 60.0
+"""For one control call to be answered."""
+SAID_CHARACTERS = 600
+"""Of a refusal's text."""
+
+
+async def call(
+    http: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    body: Mapping[str, Any] | None = None,
+    *,
+    deadline_s: float = CALL_S,
+) -> Any:
+    """The decoded JSON of a server's answer, None for an empty one.
+
+    Raises EngineError with what the server said, or that it said nothing within `deadline_s`; connection errors go
+    through.
+    """
+    timeout = aiohttp.ClientTimeout(total=deadline_s)
+    try:
+        async with http.request(method, url, json=body, timeout=timeout) as answer:
+            data = await answer.read()
+    except TimeoutError:
+        raise EngineError(f"{method} {url} was not answered within {deadline_s:g} s") from None
+    if answer.status >= 300:
+        raise EngineError(f"{method} {url} was refused (HTTP {answer.status}): {excerpt(data)}")
+    return parsed(data, url) if data.strip() else None
+
+
+def parsed(data: bytes, url: str) -> Any:
+    """JSON as plain values. Raises EngineError for what is none."""
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise EngineError(f"{url} answered what is no JSON ({error}): {excerpt(data)}") from error
+
+
+def excerpt(data: bytes) -> str:
+    return data[:SAID_CHARACTERS].decode(errors="replace").strip() or "nothing"
+
+
+async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of each server-sent event, up to `[DONE]` or the stream's end; a last one cut short is left out."""
+    rest = b""
+    async for part in answer.content.iter_any():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                yield data
+
+
+def request_seed(seed: int, position: int, bits: int = 63) -> int:
+    """A server's seed for what follows output token `position` of the sequence with `seed`."""
+    message = struct.pack("<QQ", seed & 0xFFFF_FFFF_FFFF_FFFF, position)
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> (64 - bits)

@@ -1,0 +1,209 @@
+"""Engine servers as processes of this machine: started, watched, ended with the agent, or adopted as they are.
+
+Decides nothing about sequences and weights. A server runs under `keeper.py`, which ends it when this process is gone,
+however it went. Why a server did not start or died is told with the last lines of its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import aiohttp
+
+from penstock.errors import ConfigError, EngineError
+from penstock.instance import keeper
+from penstock.instance.dialect import Dialect
+
+START_S = 600.0
+"""For a server to answer, its weights read and its kernels made."""
+POLL_S = 0.2
+STOP_S = 5.0
+LOG_LINES = 15
+TAIL_BYTES = 65_536
+PLACEHOLDERS = ("{model}", "{host}", "{port}")
+
+
+class Server(Protocol):
+    """Where an engine's server is, and how long it is there."""
+
+    @property
+    def base_url(self) -> str: ...
+
+    @property
+    def managed(self) -> bool:
+        """Whether it is started here, on the run's own weights."""
+        ...
+
+    async def start(self, http: aiohttp.ClientSession, folder: Path, limits: Mapping[str, str]) -> None:
+        """Returns once it answers. `limits` are the dialect's. Raises EngineError with the reason why it does not."""
+        ...
+
+    async def died(self) -> str:
+        """Returns why its process ended, when it does."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class AdoptedServer:
+    """A server that runs already and goes on when the agent leaves."""
+
+    managed = False
+
+    def __init__(self, dialect: Dialect, url: str) -> None:
+        self.base_url = checked_url(url)
+        self._dialect = dialect
+
+    async def start(self, http: aiohttp.ClientSession, folder: Path, limits: Mapping[str, str]) -> None:
+        if not await self._dialect.is_up(http, self.base_url):
+            raise EngineError(f"no {self._dialect.kind} server answers at {self.base_url}; is it up?")
+
+    async def died(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def close(self) -> None:
+        """It is not this agent's to end."""
+
+
+class ManagedServer:
+    """A server that this agent starts on its first weights and ends with itself.
+
+    `template` is a command line with {model}, {host} and {port}; without one the dialect makes it. `options` are the
+    engine's own, put behind either; limits are for the dialect's command line alone. The log goes to `log_path`.
+    """
+
+    managed = True
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        log_path: Path,
+        *,
+        template: str = "",
+        options: Mapping[str, str] | None = None,
+        start_s: float = START_S,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._dialect = dialect
+        self._log_path = log_path
+        self._template = checked_template(template) if template else []
+        self._options = dict(options or {})
+        self._start_s = start_s
+        self._environment = dict(environment or {})
+        self._process: asyncio.subprocess.Process | None = None
+        self._url = ""
+
+    @property
+    def base_url(self) -> str:
+        return self._url
+
+    async def start(self, http: aiohttp.ClientSession, folder: Path, limits: Mapping[str, str]) -> None:
+        port = free_port()
+        self._url = f"http://127.0.0.1:{port}"
+        words = self.words(folder, "127.0.0.1", port, limits)
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log:
+            log.write(f"$ {shlex.join(words)}\n".encode())
+            log.flush()
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                keeper.__file__,
+                *words,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._dialect.environment(), **self._environment},
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + self._start_s
+        while not await self._dialect.is_up(http, self._url):
+            if self._process.returncode is not None:
+                raise EngineError(f"the {self._dialect.kind} server did not start: {self._last_words()}")
+            if time.monotonic() > deadline:
+                await self.close()
+                raise EngineError(
+                    f"the {self._dialect.kind} server did not answer within {self._start_s:g} s: {self._last_words()}"
+                )
+            await asyncio.sleep(POLL_S)
+
+    def words(self, folder: Path, host: str, port: int, limits: Mapping[str, str]) -> list[str]:
+        """The command line for a server on `folder`."""
+        if not self._template:
+            return self._dialect.command(folder, host, port, {**limits, **self._options})
+        values = dict(zip(PLACEHOLDERS, (str(folder), host, str(port))))
+        words = [re.sub(r"\{(model|host|port)\}", lambda found: values[found[0]], word) for word in self._template]
+        return words + [f"--{name}={value}" if value else f"--{name}" for name, value in self._options.items()]
+
+    async def died(self) -> str:
+        if self._process is None:
+            await asyncio.Event().wait()
+            return ""
+        await self._process.wait()
+        return f"the {self._dialect.kind} server died: {self._last_words()}"
+
+    async def close(self) -> None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()  # The keeper ends the whole group.
+        try:
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+    def _last_words(self) -> str:
+        """The end of the log, and where all of it is."""
+        try:
+            with self._log_path.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+        except OSError as error:
+            return f"its log {self._log_path} can't be read: {error.strerror}"
+        return f"log {self._log_path} ends: " + "\n".join(lines)
+
+
+def checked_url(url: str) -> str:
+    """A server's address without path or trailing slash. Raises ConfigError."""
+    base = url.strip().rstrip("/")
+    if re.fullmatch(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?", base) is None:
+        raise ConfigError(f"{url!r} is not the address of a server; expected http://host:port without a path")
+    return base
+
+
+def checked_template(template: str) -> list[str]:
+    """A command line's words. Raises ConfigError where it could not start a server."""
+    try:
+        words = shlex.split(template)
+    except ValueError as error:
+        raise ConfigError(f"the engine command {template!r} is no command line: {error}") from error
+    missing = [name for name in ("{model}", "{port}") if not any(name in word for word in words)]
+    if not words or missing:
+        raise ConfigError(
+            f"the engine command {template!r} lacks {' and '.join(missing)}: the folder with the weights and the port "
+            "to listen on are put there"
+        )
+    return words
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,181 @@
+"""Weight versions as Hugging Face folders, for engine servers that read their weights from one.
+
+Decides where a folder stands (memory-backed storage where it has room) and that it appears whole or not at all. The
+bytes are written as they are staged; what a server makes of them is its dialect's business.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import struct
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import EngineError
+from penstock.weights.manifest import StagedWeights, TensorEntry
+
+SHARED_MEMORY = Path("/dev/shm")
+FOLDER_PREFIX = "penstock-weights-"
+SPARE = 1.1
+"""A place must have room for so many times a version's bytes."""
+INPUT_EMBEDDING = "model.embed_tokens.weight"
+OUTPUT_EMBEDDING = "lm_head.weight"
+TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+_log = logging.getLogger(__name__)
+
+
+class WeightFolders:
+    """The folders of one engine; those of engines that were killed are removed when another one begins.
+
+    `parents` are tried in turn. `untie`: a model whose output embedding is its input embedding is written as one that
+    has two. Not thread-safe: one call at a time.
+    """
+
+    def __init__(self, parents: Sequence[Path] = (), untie: bool = False) -> None:
+        self._parents = list(parents) or [SHARED_MEMORY, Path(tempfile.gettempdir())]
+        self._untie = untie
+        self._homes: dict[Path, tuple[Path, int]] = {}
+        """By parent: this engine's folder there, and its lock, which the system drops when the engine is killed."""
+        for parent in self._parents:
+            remove_orphans(parent)
+
+    def write(self, weights: StagedWeights) -> Path:
+        """The version as a folder. Raises EngineError, and then nothing of it is left, where no place takes it."""
+        needed = int(weights.manifest.raw_nbytes * SPARE)
+        refusals = []
+        for parent in self._parents:
+            try:
+                if (room := _room(parent)) < needed:
+                    refusals.append(f"{parent} has {room >> 20} MiB left")
+                    continue
+                return self._write(parent, weights)
+            except OSError as error:
+                refusals.append(f"{parent}: {error.strerror or error}")
+        raise EngineError(
+            f"weight version {weights.version} ({weights.manifest.raw_nbytes >> 20} MiB) can't be written for the "
+            f"engine's server: {'; '.join(refusals)}"
+        )
+
+    def remove(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        for home, lock in self._homes.values():
+            shutil.rmtree(home, ignore_errors=True)
+            os.close(lock)
+        self._homes.clear()
+
+    def _write(self, parent: Path, weights: StagedWeights) -> Path:
+        home = self._home(parent)
+        partial, whole = home / "partial", home / f"version-{weights.version}"
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir()
+            config, tensors = config_of(weights), tensors_of(weights)
+            if self._untie and config.get("tie_word_embeddings") and INPUT_EMBEDDING in tensors:
+                config["tie_word_embeddings"] = False
+                tensors.setdefault(OUTPUT_EMBEDDING, tensors[INPUT_EMBEDDING])
+            (partial / "config.json").write_text(json.dumps(config))
+            write_safetensors(partial / "model.safetensors", tensors)
+            shutil.rmtree(whole, ignore_errors=True)
+            partial.replace(whole)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return whole
+
+    def _home(self, parent: Path) -> Path:
+        if parent not in self._homes:
+            home = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
+            lock = os.open(home / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._homes[parent] = (home, lock)
+        return self._homes[parent][0]
+
+
+def remove_orphans(parent: Path) -> None:
+    """Removes the folders below `parent` whose engine no longer holds its lock."""
+    for home in parent.glob(f"{FOLDER_PREFIX}*"):
+        try:
+            lock = os.open(home / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # Another user's, or one that is being made just now.
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(home, ignore_errors=True)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(lock)
+
+
+def config_of(weights: StagedWeights) -> dict[str, Any]:
+    """The manifest's config.json with the dtype that the tensors have. Raises EngineError where it is no object."""
+    config = parse_config(weights.manifest.config_json)
+    counted = Counter(entry.dtype for entry in weights.manifest.tensors)
+    dtype = TORCH_DTYPES.get(counted.most_common(1)[0][0]) if counted else None
+    if dtype is not None:
+        config["dtype"] = config["torch_dtype"] = dtype
+    return config
+
+
+def tensors_of(weights: StagedWeights) -> dict[str, tuple[TensorEntry, memoryview]]:
+    """By name. Raises EngineError for one whose bytes are not there."""
+    tensors = {}
+    for entry in weights.manifest.tensors:
+        raw = weights.tensors.get(entry.name)
+        if raw is None or raw.nbytes != entry.nbytes:
+            raise EngineError(f"weight version {weights.version} lacks the bytes of tensor {entry.name}")
+        tensors[entry.name] = (entry, raw)
+    return tensors
+
+
+def parse_config(config_json: str) -> dict[str, Any]:
+    """Raises EngineError for what is no JSON object."""
+    try:
+        config = json.loads(config_json)
+    except ValueError as error:
+        raise EngineError(f"the model's config.json is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise EngineError(f"the model's config.json holds a {type(config).__name__}; expected an object")
+    return config
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, tuple[TensorEntry, memoryview]]) -> None:
+    """One safetensors file: the length of its header (8 bytes), the header as JSON, the tensors' bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (entry, _) in tensors.items():
+        offsets = [at, at + entry.nbytes]
+        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
+        at += entry.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, raw in tensors.values():
+            file.write(raw)
+
+
+def _room(parent: Path) -> int:
+    """Bytes that may be written below `parent`; of storage in memory no more than the machine has left."""
+    stat = os.statvfs(parent)
+    free = stat.f_bavail * stat.f_frsize
+    if parent == SHARED_MEMORY:
+        free = min(free, _memory_left() // 2)
+    return free
+
+
+def _memory_left() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return 0
