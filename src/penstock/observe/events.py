@@ -114,6 +114,39 @@ class BatchEnded(_Event, tag="batch_ended"):
     cause: str = ""
 
 
+class BatchTakenUp(_Event, tag="batch_taken_up"):
+    """A trainer came back for a batch, and it goes on from what was there."""
+
+    batch: str
+    version: int
+    samples: int
+    finished: int
+    """Samples that had ended already."""
+    tokens: int
+    """Output tokens that were there."""
+
+
+class ManagerChanged(_Event, tag="manager_changed"):
+    """The trainer lost the manager, found it again, or started it again."""
+
+    state: str
+    """"lost", "back", or "restarted" (its process had ended by accident)."""
+    cause: str
+    wait_s: float = 0.0
+    """With "back": since it was lost."""
+
+
+class ManagerRecovered(_Event, tag="manager_recovered"):
+    """A manager took up from its journal where an earlier one ended."""
+
+    batches: int
+    samples: int
+    finished: int
+    tokens: int
+    cut_bytes: int
+    """At the journal's end, of a record that was not written whole."""
+
+
 class WaitingForInstances(_Event, tag="waiting_for_instances"):
     waiting_for: str
     samples: int
@@ -197,6 +230,9 @@ Event = (
     | RowsRefused
     | BatchSubmitted
     | BatchEnded
+    | BatchTakenUp
+    | ManagerChanged
+    | ManagerRecovered
     | WaitingForInstances
     | WaitingOver
     | WeightsPublished

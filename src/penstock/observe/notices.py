@@ -175,6 +175,18 @@ def _say_of_run(event: Event) -> tuple[str, Mood] | None:
             return f"the wait is over after {waited_s:.1f} s", "good"
         case events.Evaluated(step=step, accuracy=accuracy, questions=questions):
             return f"held-out accuracy {accuracy:.3f} after {_count(step, 'step')}, {questions:,} questions", "good"
+        case events.ManagerChanged(state=state, cause=cause, wait_s=wait_s):
+            if state == "back":
+                return f"the manager is back after {wait_s:.1f} s", "good"
+            return (
+                f"the manager {'was started again' if state == 'restarted' else 'is lost'}{_because(cause)}",
+                "trouble",
+            )
+        case events.ManagerRecovered(samples=samples, finished=finished, tokens=tokens):
+            return (
+                f"the manager took up {_count(samples, 'sample')} from its journal, {finished:,} of them finished, "
+                f"{_count(tokens, 'token')} kept"
+            ), "good"
         case events.CheckpointSaved(step=step, nbytes=nbytes, path=path):
             return f"checkpoint after {_count(step, 'step')}, {nbytes / 1e6:.1f} MB: {path}", "plain"
         case events.Noted(message=message):
@@ -193,6 +205,9 @@ def _say_of_samples(event: Event) -> tuple[str, Mood] | None:
             return f"batch {batch}: {_count(failed, 'sample')} failed{_because(cause)}", "trouble"
         case events.BatchEnded(batch=batch, cause=cause) if cause:
             return (cause if cause.startswith(f"batch {batch} ") else f"batch {batch} was given up: {cause}"), "trouble"
+        case events.BatchTakenUp(batch=batch, samples=samples, finished=finished, tokens=tokens):
+            text = f"batch {batch} goes on: {finished:,} of {_count(samples, 'sample')} finished"
+            return f"{text}, {_count(tokens, 'token')} kept", "good"
         case events.ConnectionRefused(peer=peer, cause=cause, times=times):
             again = f" ({times:,} so far)" if times > 1 else ""
             return f"a connection from {peer} was refused: {cause}{again}", "trouble"

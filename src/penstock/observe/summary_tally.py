@@ -56,6 +56,7 @@ class SummaryTally:
         """Of the evaluations after the first."""
         self.samples_finished = self.samples_failed = self.samples_lost = 0
         self.samples_unscored = self.samples_moved = self.warnings = 0
+        self.manager_losses = self.manager_restarts = self.samples_recovered = 0
         self.waited_for_instances_s = 0.0
         self.weight_versions = self.instances_joined = self.instances_lost = 0
         self._latest_version = -1
@@ -90,6 +91,12 @@ class SummaryTally:
                 self.checkpoint = path
             case events.BatchSubmitted(batch=batch, samples=samples):
                 self._submitted[batch] = samples
+            case events.BatchTakenUp(batch=batch, samples=samples, finished=finished):
+                self._submitted[batch] = samples
+                self.samples_recovered += finished
+            case events.ManagerChanged(state=state):
+                self.manager_losses += state == "lost"
+                self.manager_restarts += state == "restarted"
             case events.BatchEnded(batch=batch, samples=samples, failed=failed):
                 asked = self._submitted.pop(batch, samples + failed)
                 self.samples_finished += samples

@@ -6,16 +6,19 @@ object yet, so a batch that waits costs little more than its prompts.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from array import array
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock.errors import WireError
 from penstock.sample import Finish, SampleId, VersionSpan, sample_seed
-from penstock.wire import FinishedFrame, Sampling, SubmitBatch, column, offsets
+from penstock.wire import FinishedFrame, Sampling, SubmitBatch, column, encode, offsets
 
-__all__ = ["Batch", "TrackedSample", "finished_frame"]
+__all__ = ["Batch", "TrackedSample", "content_digest", "finished_frame"]
 
 MAX_SAMPLES = 1 << 24
 MAX_NEW_TOKENS = 1 << 24
@@ -75,6 +78,11 @@ class TrackedSample:
         return SampleId(self.batch.name, self.batch.prompt_indices[self.prompt], self.replica)
 
     @property
+    def index(self) -> int:
+        """Position in its batch: prompts in order, the replicas of one side by side."""
+        return self.prompt * self.batch.samples_per_prompt + self.replica
+
+    @property
     def seed(self) -> int:
         return sample_seed(self.batch.run_seed, self.id)
 
@@ -85,6 +93,15 @@ class TrackedSample:
             spans.append(VersionSpan(version, start, end))
             start = end
         return tuple(spans)
+
+    @property
+    def complete(self) -> Finish | None:
+        """How it has finished where its tokens say so by themselves."""
+        if self.length >= self.limit:
+            return Finish.LENGTH
+        if self.length and int.from_bytes(self.tokens[-4:], "little") in self.batch.stop_ids:
+            return Finish.STOP
+        return None
 
     def append(self, token_ids: bytes, logprobs: bytes, count: int, version: int) -> None:
         """Adds `count` tokens drawn with `version`; both buffers hold 4 bytes a token."""
@@ -124,8 +141,18 @@ class Batch:
     submitted_at: float
     progress_at: float
     """When it last got a token, or a sample of it ended."""
+    frame: SubmitBatch
+    """As it was submitted, without what the trainer had of it then."""
+    digest: bytes
+    """Of its content: two submissions with one digest ask for the same samples."""
     next_fresh: int = 0
+    settled: set[int] = field(default_factory=set)
+    """Samples from `next_fresh` on that need not be placed any more."""
     moved: deque[TrackedSample] = field(default_factory=deque)
+    held: dict[int, TrackedSample] = field(default_factory=dict)
+    """Finished and failed samples by index, kept until the trainer releases the batch: it may ask again."""
+    elsewhere: dict[int, TrackedSample] = field(default_factory=dict)
+    """Samples that the trainer has whole and this side has not, by index."""
     placed: int = 0
     finished: int = 0
     failed: int = 0
@@ -173,7 +200,7 @@ class Batch:
                 f"may take a frame of {start_bytes} bytes to go on elsewhere, over the {max_frame_bytes} that an agent "
                 "takes; see manager.max_frame_mib"
             )
-        return cls(
+        batch = cls(
             name=frame.batch,
             version=frame.version,
             samples_per_prompt=frame.samples_per_prompt,
@@ -187,7 +214,11 @@ class Batch:
             deadline_s=frame.deadline_s,
             submitted_at=now,
             progress_at=now,
+            frame=_content(frame),
+            digest=content_digest(frame),
         )
+        batch.taken(frame)
+        return batch
 
     @property
     def samples(self) -> int:
@@ -196,7 +227,7 @@ class Batch:
     @property
     def fresh(self) -> int:
         """Samples that were never placed."""
-        return self.samples - self.next_fresh
+        return self.samples - self.next_fresh - len(self.settled)
 
     @property
     def waiting(self) -> int:
@@ -214,11 +245,43 @@ class Batch:
         """Takes the next sample out of the queue: moved ones first, then prompts in order."""
         if self.moved:
             return self.moved.popleft()
-        if not self.fresh:
-            return None
-        prompt, replica = divmod(self.next_fresh, self.samples_per_prompt)
-        self.next_fresh += 1
-        return TrackedSample(self, prompt, replica)
+        while self.next_fresh < self.samples:
+            index = self.next_fresh
+            self.next_fresh += 1
+            if index not in self.settled:
+                return self.sample(index)
+            self.settled.discard(index)
+        return None
+
+    def sample(self, index: int) -> TrackedSample:
+        """A sample without a token yet. Raises IndexError."""
+        if not 0 <= index < self.samples:
+            raise IndexError(f"batch {self.name!r} has {self.samples} samples and no number {index}")
+        return TrackedSample(self, *divmod(index, self.samples_per_prompt))
+
+    def taken(self, frame: SubmitBatch) -> set[int]:
+        """Indices of the samples that a submission says its trainer has. Raises WireError for one of another batch."""
+        if not frame.taken_prompts and not frame.taken_replicas:
+            return set()
+        prompts = column(frame.taken_prompts, "I")
+        replicas = column(frame.taken_replicas, "I", len(prompts))
+        row_of = {index: row for row, index in enumerate(self.prompt_indices)}
+        found = set()
+        for prompt, replica in zip(prompts, replicas, strict=True):
+            row = row_of.get(prompt)
+            if row is None or replica >= self.samples_per_prompt:
+                raise WireError(f"batch {self.name!r} has no sample {prompt}.{replica}, which is said to be taken")
+            found.add(row * self.samples_per_prompt + replica)
+        return found
+
+
+def content_digest(frame: SubmitBatch) -> bytes:
+    """Of all that decides what a batch's samples are."""
+    return hashlib.blake2b(encode(msgspec.structs.replace(_content(frame), deadline_s=1.0)), digest_size=16).digest()
+
+
+def _content(frame: SubmitBatch) -> SubmitBatch:
+    return msgspec.structs.replace(frame, taken_prompts=b"", taken_replicas=b"")
 
 
 def finished_frame(batch: Batch, samples: list[TrackedSample]) -> FinishedFrame:

@@ -282,9 +282,11 @@ class Fleet:
             self.emit(ConnectionRefused(ts=ts, peer=instance.peer, door="agent", cause=cause))
         self._enter(instance, State.GONE, cause, now)
 
-    def forget_versions(self, cause: str, now: float) -> None:
-        """Weight versions of another trainer mean nothing: every instance has to load anew."""
+    def forget_versions(self, cause: str, now: float, only: int | None = None) -> None:
+        """Weight versions of another trainer mean nothing: instances that have one (`only`: that one) load anew."""
         for instance in self._living.values():
+            if only is not None and only not in (instance.version, instance.target):
+                continue
             if instance.version != NO_VERSION:
                 instance.before = instance.version
             instance.version = instance.target = NO_VERSION

@@ -1,8 +1,9 @@
 """The rollout manager: joins tracker, fleet and dispatch policy, and is as pure as they are.
 
-Frames and `now` go in, frames and events come out (`Decisions`). It decides which weights an instance loads and
-when, which instances get work, when a batch is done, and when waiting becomes an error. It refuses to know sockets,
-clocks and encodings: the service, the tests, the benchmark and the simulator drive the same object.
+Frames and `now` go in, frames, events and journal records come out (`Decisions`). It decides which weights an instance
+loads and when, which instances get work, and when waiting becomes an error; what the trainer is owed is decided by its
+`trainer_side`. It refuses to know sockets, clocks, files and encodings: the service, the tests, the benchmark and the
+simulator drive the same object.
 
 Peers are named by whoever holds the sockets; the trainer is `TRAINER`. `now` is in seconds on any clock that never
 goes back; `wall_offset_s` turns it into seconds since 1970 for events.
@@ -10,37 +11,27 @@ goes back; `wall_offset_s` turns it into seconds since 1970 for events.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, field
 
-from penstock.errors import RolloutError, WireError
-from penstock.observe.events import (
-    BatchEnded,
-    BatchSubmitted,
-    Event,
-    FrameRefused,
-    RowsRefused,
-    SampleFailed,
-    SamplesMoved,
-    Warned,
-    encode_event,
-)
+from penstock.errors import WireError
+from penstock.observe.events import Event, FrameRefused, RowsRefused, SamplesMoved
 from penstock.rollout.balance import DispatchPolicy, InstanceLoad, ShortestQueue
-from penstock.rollout.batch import Batch, TrackedSample, finished_frame
+from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.fleet import Fleet, FleetConfig, Instance, State
+from penstock.rollout.journal import Recovered, placed_records, tokens_record
+from penstock.rollout.journal_snapshot import Snapshot
+from penstock.rollout.outbox import TRAINER, Decisions, Outbox
 from penstock.rollout.starts import start_frames
 from penstock.rollout.tracker import Tracker
+from penstock.rollout.trainer_side import TrainerSide
 from penstock.rollout.versions import Versions
 from penstock.rollout.waiting import Waiting
 from penstock.wire import (
     MAX_FRAME_BYTES,
     AgentHello,
-    BatchDone,
-    BatchFailed,
     CancelBatch,
     Drain,
-    EventFrame,
     FleetStatus,
     FrameFromManager,
     FrameToManager,
@@ -48,28 +39,18 @@ from penstock.wire import (
     Heartbeat,
     LoadFailed,
     ReleaseBatch,
-    StopFrame,
     SubmitBatch,
     TokenFrame,
     TrainerHello,
     VersionPublished,
     VersionReady,
     Welcome,
-    column_bytes,
 )
 
 __all__ = ["TRAINER", "Decisions", "Manager", "ManagerConfig"]
 
-TRAINER = "trainer"
-"""The trainer's peer name; no agent has it."""
-EVENTS_KEPT = 10_000
-"""Events kept for a trainer that is not there yet; older ones are dropped and counted."""
 CAUSES_TOLD = 20
 """Causes of refused rows told apart at one tick; the rest are counted as one."""
-BATCHES_REMEMBERED = 64
-"""Ended batches shown to people until the trainer releases them."""
-FINISHED_BYTES = 8 * 1024 * 1024
-"""Tokens and log-probabilities of one FinishedFrame before another one is begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,58 +68,68 @@ class ManagerConfig:
     """Between two FleetStatus frames."""
     announce_wait_s: float = 3.0
     """Waiting while instances still load is announced after so long; with none there, at once."""
+    trainer_grace_s: float = 0.0
+    """A trainer's batches are kept for so long after it is lost, and worked on; 0: they are void at once."""
     max_strikes: int = 3
     """A sample that is lost with its instance so often, without a new token in between, is set aside as failed."""
-
-
-@dataclass(slots=True)
-class Decisions:
-    """What is to be done now, in order."""
-
-    frames: list[tuple[str, FrameFromManager]] = field(default_factory=list)
-    """(peer, frame)"""
-    events: list[Event] = field(default_factory=list)
-    """Also on their way to the trainer, as EventFrame."""
-    close: list[tuple[str, str]] = field(default_factory=list)
-    """(peer, cause): connections to end, after their frames are sent."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """Totals since the start, for operators."""
-
-    frames_refused: int = 0
-    rows_refused: int = 0
-    samples_moved: int = 0
-    tokens_moved: int = 0
-    batches_done: int = 0
-    batches_failed: int = 0
-    batches_cancelled: int = 0
-    events_dropped: int = 0
 
 
 class Manager:
     """All decisions of the rollout side of a run."""
 
-    def __init__(self, config: ManagerConfig, policy: DispatchPolicy | None = None, wall_offset_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: ManagerConfig,
+        policy: DispatchPolicy | None = None,
+        wall_offset_s: float = 0.0,
+        epoch: int = 0,
+    ) -> None:
         self.config = config
         self.policy: DispatchPolicy = policy or ShortestQueue(config.max_pending_per_instance)
+        self._out = Outbox(wall_offset_s, min(config.max_frame_bytes, MAX_FRAME_BYTES))
+        self.counts = self._out.counts
         self.tracker = Tracker(config.max_strikes)
+        self.tracker.begin_epoch(epoch)
+        self.epoch = epoch
         self.fleet = Fleet(config.fleet, self._emit, wall_offset_s)
-        self.counts = Counts()
         self.wall_offset_s = wall_offset_s
-        self.trainer_connected = False
         self.versions = Versions(self.tracker, self.fleet)
         self.waiting = Waiting(
             self.tracker, self.fleet, self.versions, self._emit, config.announce_wait_s, wall_offset_s
         )
-        self.ended_batches: dict[str, dict[str, int]] = {}
-        """Batches that ended lately, with their samples by state."""
-        self._out = Decisions()
-        self._events_kept: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self.trainer = TrainerSide(
+            self.tracker,
+            self.fleet,
+            self.versions,
+            self._out,
+            self._rearrange,
+            grace_s=config.trainer_grace_s,
+            frame_bytes=config.max_frame_bytes,
+        )
         self._rows_refused: Counter[tuple[str, str]] = Counter()
         self._status_at = float("-inf")
-        self._now = 0.0
+
+    # ---- the journal
+
+    def restore(self, recovered: Recovered, now: float) -> Decisions:
+        """Takes up where an earlier manager ended; to be called before anybody connects."""
+        self._now = now
+        self.epoch = recovered.epoch + 1
+        self.tracker.begin_epoch(self.epoch)
+        self.trainer.restore(recovered)
+        return self._decided()
+
+    def on_journal(self, running: bool, message: str, now: float) -> Decisions:
+        """The journal begins, fails or is taken up again; while it runs, decisions carry records for it."""
+        self._now = now
+        self._out.journaling = running
+        if message:
+            self._warn(message, "journal")
+        return self._decided()
+
+    def snapshot(self) -> Snapshot:
+        """The living state as it is now, to be written down piece by piece while it goes on."""
+        return Snapshot.of(self.epoch, self.trainer.session, self.versions, self.tracker, self.trainer.every_batch())
 
     # ---- agents
 
@@ -182,47 +173,37 @@ class Manager:
     def on_trainer_connected(self, now: float) -> Decisions:
         """A trainer is there; it hears of what happened before it came, as far as that was kept."""
         self._now = now
-        self.ended_batches.clear()
-        self.trainer_connected = True
         self._status_at = float("-inf")
-        if self.counts.events_dropped:
-            message = f"{self.counts.events_dropped} events were dropped while no trainer was connected"
-            self._warn(message)
-        if self._events_kept:
-            self._send_events(self._events_kept)
-            self._events_kept.clear()
+        self.trainer.connected()
         return self._decided()
 
     def on_trainer_frame(self, frame: FrameToManager, now: float) -> Decisions:
         self._now = now
+        trainer = self.trainer
         if isinstance(frame, SubmitBatch):
-            self._submit(frame)
+            trainer.submit(frame, self._out.agent_frame_bytes)
         elif isinstance(frame, VersionPublished):
-            self._published(frame)
+            trainer.publish(frame)
         elif isinstance(frame, CancelBatch):
-            self._cancel(frame)
+            trainer.cancel(frame)
         elif isinstance(frame, ReleaseBatch):
-            self._release(frame)
-        elif not isinstance(frame, TrainerHello):
-            self._refuse_trainer(f"a {type(frame).__name__} is an agent's frame, and came from the trainer")
+            trainer.release(frame)
+        elif isinstance(frame, TrainerHello):
+            trainer.hello(frame)
+        else:
+            trainer.refuse(f"a {type(frame).__name__} is an agent's frame, and came from the trainer")
         return self._decided()
 
     def on_trainer_refused(self, cause: str, now: float) -> Decisions:
         """It sent something that is no frame at all."""
         self._now = now
-        self._refuse_trainer(cause)
+        self.trainer.refuse(cause)
         return self._decided()
 
     def on_trainer_lost(self, cause: str, now: float) -> Decisions:
-        """Its batches and weight versions are void, for one that comes back submits and publishes again.
-
-        Instances stay, and load what the next trainer publishes.
-        """
+        """Its batches are kept for `trainer_grace_s`, and instances keep what they have loaded."""
         self._now = now
-        self.trainer_connected = False
-        self._warn(f"the trainer is gone: {cause}")
-        self._cancel_all(f"the trainer is gone: {cause}")
-        self.versions.forget("the trainer is gone, and its weights with it", now)
+        self.trainer.lost(cause)
         return self._decided()
 
     # ---- time
@@ -231,8 +212,9 @@ class Manager:
         """To be called a few times a second: deadlines, retries, announcements, status."""
         self._now = now
         for instance, cause in self.fleet.overdue(now):
-            self._out.close.append((instance.peer, cause))
+            self._out.close(instance.peer, cause)
             self._lose(instance, cause, orderly=instance.state is State.DRAINING)
+        self.trainer.tick(now)
         self._fail_overdue()
         self._rearrange()
         self._report_refused_rows()
@@ -245,12 +227,13 @@ class Manager:
         return self._decided()
 
     def shutdown(self, now: float, cause: str) -> Decisions:
-        """Asks every instance to leave."""
+        """Asks every instance to leave. What the journal has stays there, for whoever goes on."""
         self._now = now
+        self._out.journaling = False
         for instance in list(self.fleet):
             self.fleet.drain(instance, cause, now)
             self._send(instance.peer, Drain(cause=cause))
-        self._cancel_all(cause, tell=True)
+        self.trainer.cancel_all(cause)
         return self._decided()
 
     def status(self, now: float) -> FleetStatus:
@@ -294,7 +277,7 @@ class Manager:
         elif isinstance(frame, LoadFailed):
             self.fleet.load_failed(instance, frame, self._now)
         elif isinstance(frame, Goodbye):
-            self._out.close.append((instance.peer, "said goodbye"))
+            self._out.close(instance.peer, "said goodbye")
             self._lose(instance, frame.cause[:500] or "said goodbye", orderly=not frame.engine_failed)
         else:
             raise WireError(f"a {type(frame).__name__} is the trainer's frame, and came from an agent")
@@ -302,6 +285,8 @@ class Manager:
     def _tokens(self, instance: Instance, frame: TokenFrame) -> None:
         applied = self.tracker.apply(instance.id, frame, instance.versions, instance.vocab_size, self._now)
         instance.tokens_accepted += applied.tokens
+        if applied.tokens and self._out.journaling:
+            self._out.record(tokens_record(frame, applied.refused_rows))
         if applied.refused:
             for cause, rows in applied.refused.items():
                 self._rows_refused[instance.id, cause] += rows
@@ -324,7 +309,7 @@ class Manager:
         self.counts.frames_refused += 1
         instance.frames_refused += 1
         self._emit(FrameRefused(ts=self._ts, peer=instance.id, cause=cause))
-        self._out.close.append((instance.peer, cause))
+        self._out.close(instance.peer, cause)
         self._lose(instance, f"sent a frame that was refused: {cause}", orderly=False)
 
     def _lose(self, instance: Instance, cause: str, orderly: bool) -> None:
@@ -341,102 +326,9 @@ class Manager:
         self.counts.tokens_moved += tokens
         self._emit(SamplesMoved(ts=self._ts, instance=instance.id, samples=samples, tokens_kept=tokens, cause=cause))
 
-    # ---- frames of the trainer
-
-    def _submit(self, frame: SubmitBatch) -> None:
-        try:
-            batch = self.tracker.add_batch(frame, self._now, self._agent_frame_bytes)
-        except RolloutError as error:
-            # The batch that is open under this name must not look failed to its owner.
-            self._warn(str(error))
-            return
-        except WireError as error:
-            self._refuse_trainer(str(error))
-            self._send(TRAINER, BatchFailed(batch=frame.batch, cause=str(error), deadline=False))
-            return
-        self.ended_batches.pop(batch.name, None)
-        self._emit(
-            BatchSubmitted(ts=self._ts, batch=batch.name, version=batch.version, samples=batch.samples),
-        )
-        self._rearrange()
-
-    def _published(self, frame: VersionPublished) -> None:
-        if not 0 <= frame.version < 2**32 or not frame.source:
-            self._refuse_trainer(f"published weight version {frame.version} at {frame.source!r}")
-            return
-        self.versions.publish(frame.version, frame.source)
-        self._rearrange()
-
-    def _cancel(self, frame: CancelBatch) -> None:
-        batch = self.tracker.batch(frame.batch)
-        if batch is None:
-            self._warn(f"asked to cancel batch {frame.batch!r}, which is not open")
-            return
-        self._end_batch(batch, f"cancelled: {frame.cause}")
-        self.counts.batches_cancelled += 1
-        self._rearrange()
-
-    def _release(self, frame: ReleaseBatch) -> None:
-        if self.ended_batches.pop(frame.batch, None) is None:
-            state = "still open; cancel it first" if self.tracker.batch(frame.batch) else "not known"
-            self._warn(f"asked to release batch {frame.batch!r}, which is {state}")
-
-    def _refuse_trainer(self, cause: str) -> None:
-        self.counts.frames_refused += 1
-        self._emit(FrameRefused(ts=self._ts, peer=TRAINER, cause=cause))
-
-    # ---- samples out
-
     def _deliver(self, samples: list[TrackedSample]) -> None:
-        """Sends finished samples to the trainer, and the end of batches that have no more."""
-        if not samples:
-            return
-        by_batch: dict[str, list[TrackedSample]] = {}
-        for sample in samples:
-            by_batch.setdefault(sample.batch.name, []).append(sample)
-            if sample.cause:
-                self._emit(SampleFailed(ts=self._ts, sample=str(sample.id), cause=sample.cause))
-        for rows in by_batch.values():
-            batch = rows[0].batch
-            batch.progress_at = self._now
-            for part in _parts(rows, min(FINISHED_BYTES, self.config.max_frame_bytes // 2)):
-                self._send(TRAINER, finished_frame(batch, part))
-            if batch.ended:
-                self._batch_done(batch)
-
-    def _batch_done(self, batch: Batch) -> None:
-        self.counts.batches_done += 1
-        self._end_batch(batch, "")
-        done = BatchDone(batch=batch.name, samples=batch.finished, failed=batch.failed, tokens=batch.tokens)
-        self._send(TRAINER, done)
-        self._steer()
-
-    def _end_batch(self, batch: Batch, cause: str) -> None:
-        """Forgets its samples, stops those that run, and remembers the counts."""
-        counts = self.tracker.state_counts(batch)
-        for instance, leases in self.tracker.remove_batch(batch.name).items():
-            self._stop(self.fleet.peer_of(instance), leases)
-        self.ended_batches[batch.name] = counts
-        while len(self.ended_batches) > BATCHES_REMEMBERED:
-            del self.ended_batches[next(iter(self.ended_batches))]
-        self._emit(
-            BatchEnded(
-                ts=self._ts,
-                batch=batch.name,
-                samples=batch.finished,
-                failed=batch.failed,
-                tokens=batch.tokens,
-                cause=cause,
-            )
-        )
-
-    def _cancel_all(self, cause: str, tell: bool = False) -> None:
-        for batch in list(self.tracker.batches()):
-            self.counts.batches_cancelled += 1
-            self._end_batch(batch, cause)
-            if tell:
-                self._send(TRAINER, BatchFailed(batch=batch.name, cause=cause, deadline=False))
-        self._rearrange()
+        if samples and self.trainer.deliver(samples):
+            self._steer()
 
     # ---- work out
 
@@ -453,6 +345,8 @@ class Manager:
                 if sample is not None:
                     rows.setdefault(instance, []).append(sample)
         for instance, samples in rows.items():
+            if self._out.journaling:
+                self._out.records(placed_records(samples))
             for frame in start_frames(samples, self._agent_frame_bytes // 2):
                 self._send(self.fleet.peer_of(instance), frame)
 
@@ -474,11 +368,10 @@ class Manager:
             self._send(instance.peer, order)
 
     def _fail_overdue(self) -> None:
-        while (overdue := self.waiting.overdue(self._now)) is not None:
+        while (overdue := self.waiting.overdue(self._now, self.trainer.unclaimed)) is not None:
             batch, cause = overdue
             self.counts.batches_failed += 1
-            self._end_batch(batch, cause)
-            self._send(TRAINER, BatchFailed(batch=batch.name, cause=cause, deadline=True))
+            self.trainer.fail(batch, cause, deadline=True)
             self._rearrange()
 
     def _rearrange(self) -> None:
@@ -490,13 +383,30 @@ class Manager:
     # ---- within
 
     @property
+    def trainer_connected(self) -> bool:
+        return self._out.trainer_connected
+
+    @property
+    def ended_batches(self) -> dict[str, dict[str, int]]:
+        """Batches that ended lately, with their samples by state."""
+        return self.trainer.ended_batches
+
+    @property
+    def _now(self) -> float:
+        return self._out.now
+
+    @_now.setter
+    def _now(self, now: float) -> None:
+        self._out.now = now
+
+    @property
     def _ts(self) -> float:
-        return self._now + self.wall_offset_s
+        return self._out.ts
 
     @property
     def _agent_frame_bytes(self) -> int:
         """Most bytes of a frame to or from an agent, which dials in before it can be told of any other limit."""
-        return min(self.config.max_frame_bytes, MAX_FRAME_BYTES)
+        return self._out.agent_frame_bytes
 
     def _load_of(self, instance: Instance) -> tuple[int, int]:
         leases = self.tracker.leases_of(instance.id)
@@ -512,43 +422,17 @@ class Manager:
             self._emit(RowsRefused(ts=self._ts, instance="", rows=rows, cause="other causes, of several instances"))
             self._rows_refused.clear()
 
-    def _warn(self, message: str) -> None:
-        self._emit(Warned(ts=self._ts, where="manager", message=message))
+    def _warn(self, message: str, where: str = "manager") -> None:
+        self._out.warn(message, where)
 
     def _emit(self, event: Event) -> None:
-        self._out.events.append(event)
+        self._out.emit(event)
 
     def _send(self, peer: str, frame: FrameFromManager) -> None:
-        if peer != TRAINER or self.trainer_connected:
-            self._out.frames.append((peer, frame))
+        self._out.send(peer, frame)
 
     def _stop(self, peer: str, leases: list[int]) -> None:
-        most = self._agent_frame_bytes // 16
-        for first in range(0, len(leases), most):
-            self._send(peer, StopFrame(leases=column_bytes(leases[first : first + most], "Q")))
-
-    def _send_events(self, events: list[Event] | deque[Event]) -> None:
-        self._send(TRAINER, EventFrame(events=tuple(encode_event(event) for event in events)))
+        self._out.stop(peer, leases)
 
     def _decided(self) -> Decisions:
-        out, self._out = self._out, Decisions()
-        if out.events:
-            if self.trainer_connected:
-                out.frames.append((TRAINER, EventFrame(events=tuple(encode_event(event) for event in out.events))))
-            else:
-                self.counts.events_dropped += max(0, len(self._events_kept) + len(out.events) - EVENTS_KEPT)
-                self._events_kept.extend(out.events)
-        return out
-
-
-def _parts(samples: list[TrackedSample], limit_bytes: int) -> Iterator[list[TrackedSample]]:
-    """Cuts finished samples into frames of a bounded size."""
-    part: list[TrackedSample] = []
-    size = 0
-    for sample in samples:
-        if part and size + 8 * sample.length > limit_bytes:
-            yield part
-            part, size = [], 0
-        part.append(sample)
-        size += 8 * sample.length
-    yield part
+        return self._out.take()

@@ -4,7 +4,8 @@ Decides which rows of a token frame count, when a sample is finished, and what b
 that is gone: they wait again, with their tokens as prefix. Refuses to know which instance should get a sample, what
 time it is and who listens.
 
-A lease stands for one placement of one sample on one instance and is never used twice; rows are taken only for a
+A lease stands for one placement of one sample on one instance and is never used twice, by this manager or by one
+before it: its upper bits are the manager's epoch, one more at each start. Rows are taken only for a
 lease that is in force, on the instance that holds it, and only where they continue the sample's last token. So
 duplicates, gaps and late frames of a machine given up for dead change nothing.
 
@@ -25,6 +26,7 @@ A sample that is taken away `max_strikes` times without one new token in between
 given to, it breaks. (Counted so, long samples on machines that vanish often are not.) An engine may also hand a
 sample back as ABORTED; that is no fault of the sample's, so only a long row of it without a token ends the same way.
 
+Finished samples stay with their batch until it is released, since a trainer that comes back may have lost them.
 Tokens and log-probabilities are kept in one bytearray each, 8 bytes a token and the bytearray's spare room; spans of
 weight versions are run-length coded.
 """
@@ -42,12 +44,14 @@ from penstock.rollout.batch import Batch, TrackedSample
 from penstock.sample import Finish
 from penstock.wire import MAX_FRAME_BYTES, SubmitBatch, TokenFrame, column
 
-__all__ = ["Applied", "Evicted", "Tracker"]
+__all__ = ["EPOCH_SHIFT", "Applied", "Claimed", "Evicted", "Tracker"]
 
 MAX_ABORTS = 16
 LOGPROB_SLACK = 1e-3
 """A log-probability may be above 0 by this much: rounding in a low-precision softmax, not a lie."""
 INT32_MAX = 2**31 - 1
+EPOCH_SHIFT = 40
+"""A lease's lower bits count; 2^40 placements are more than a manager's life has."""
 
 _FINISHES = len(Finish)
 _ABORTED = int(Finish.ABORTED)
@@ -63,9 +67,11 @@ class Applied:
     tokens: int = 0
     """Output tokens accepted."""
     finished: list[TrackedSample] = field(default_factory=list)
-    """Finished and failed samples, no longer the tracker's."""
+    """Finished and failed samples; their batch holds them until it is released."""
     refused: Counter[str] = field(default_factory=Counter)
     """Rows refused, by cause."""
+    refused_rows: list[int] = field(default_factory=list)
+    """Their positions in the frame; none of their tokens was taken."""
     stop: list[int] = field(default_factory=list)
     """Leases taken away from the instance, which still believes in them."""
     moved: int = 0
@@ -82,6 +88,16 @@ class Evicted:
     """Output tokens of the moved samples, none of which is generated again."""
     finished: list[TrackedSample] = field(default_factory=list)
     """Samples that turned out to be finished or were set aside as failed."""
+
+
+@dataclass(slots=True)
+class Claimed:
+    """What a trainer that comes back is owed of a batch."""
+
+    send: list[TrackedSample] = field(default_factory=list)
+    """Finished and failed samples that it lacks."""
+    stop: dict[str, list[int]] = field(default_factory=dict)
+    """Leases, by instance, of samples that it has and nobody need go on with."""
 
 
 class Tracker:
@@ -130,6 +146,56 @@ class Tracker:
             if leases:
                 stopped[instance] = leases
         return stopped
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Leases are of `epoch` from now on; to be called before the first is given."""
+        self._last_lease = epoch << EPOCH_SHIFT
+
+    def take_up(self, batch: Batch) -> None:
+        """An open batch of a manager that is no more, or one that has ended and is wanted again; nothing is placed."""
+        self._batches[batch.name] = batch
+
+    def unfinished_of(self, batch: Batch) -> Iterator[TrackedSample]:
+        """Samples of a batch that were placed at some time and have not ended."""
+        for placed in self._placed.values():
+            for sample in placed.values():
+                if sample.batch is batch:
+                    yield sample
+        yield from batch.moved
+        yield from batch.elsewhere.values()
+
+    def claim(self, batch: Batch, taken: Collection[int]) -> Claimed:
+        """Settles what of a batch the trainer has (`taken`, by index) with what is known here.
+
+        What it has and this side lacks counts as finished; what it has lost again waits, from its last token.
+        """
+        claimed = Claimed()
+        for index in [index for index in batch.elsewhere if index not in taken]:
+            sample = batch.elsewhere.pop(index)
+            batch.finished -= 1
+            batch.moved.append(sample)
+        beyond = {index for index in taken if index not in batch.held and index not in batch.elsewhere}
+        if beyond:
+            self._settle(batch, beyond, claimed)
+        claimed.send = [sample for index, sample in batch.held.items() if index not in taken]
+        return claimed
+
+    def _settle(self, batch: Batch, beyond: set[int], claimed: Claimed) -> None:
+        for instance, placed in self._placed.items():
+            for sample in [s for s in placed.values() if s.batch is batch and s.index in beyond]:
+                del placed[sample.lease]
+                claimed.stop.setdefault(instance, []).append(sample.lease)
+                sample.lease, sample.instance = 0, ""
+                batch.placed -= 1
+                batch.elsewhere[sample.index] = sample
+        for sample in [s for s in batch.moved if s.index in beyond]:
+            batch.moved.remove(sample)
+            batch.elsewhere[sample.index] = sample
+        for index in sorted(beyond - batch.elsewhere.keys()):
+            batch.elsewhere[index] = batch.sample(index)
+            batch.settled.add(index)
+        batch.finished += len(beyond)
+        self.samples_finished += len(beyond)
 
     # ---- placing
 
@@ -184,10 +250,12 @@ class Tracker:
             sample = find(lease)
             if sample is None:
                 applied.refused["no such lease is in force"] += 1
+                applied.refused_rows.append(row)
             elif start != sample.length or start + count > sample.limit or finish or (bad_values and row in bad_values):
                 cause = _row_fault(sample, start, count, finish, token_ids[end - 4 : end], bad_values.get(row, ""))
                 if cause:
                     applied.refused[cause] += 1
+                    applied.refused_rows.append(row)
                     # A repetition of what is known is harmless, and what comes next may be in order again.
                     if finish or start + count > sample.length or start == sample.length:
                         self._take_back(placed, sample, cause, applied)
@@ -295,11 +363,9 @@ class Tracker:
     def _take_away(self, sample: TrackedSample, cause: str, strike: bool, finished: list[TrackedSample]) -> bool:
         """Back to its batch; True where it waits again, False where it is finished or failed."""
         sample.batch.placed -= 1
-        if sample.length >= sample.limit:
-            self._finish(sample, Finish.LENGTH, finished)
-            return False
-        if sample.length and int.from_bytes(sample.tokens[-4:], "little") in sample.batch.stop_ids:
-            self._finish(sample, Finish.STOP, finished)
+        complete = sample.complete
+        if complete is not None:
+            self._finish(sample, complete, finished)
             return False
         if sample.length > sample.placed_length:
             sample.strikes = 0
@@ -317,6 +383,8 @@ class Tracker:
 
     def _finish(self, sample: TrackedSample, finish: Finish, finished: list[TrackedSample]) -> None:
         sample.finish = finish
+        sample.lease = 0
+        sample.batch.held[sample.index] = sample
         sample.batch.finished += 1
         self.samples_finished += 1
         finished.append(sample)
@@ -324,6 +392,8 @@ class Tracker:
     def _fail(self, sample: TrackedSample, cause: str, finished: list[TrackedSample]) -> None:
         sample.finish = Finish.FAILED
         sample.cause = cause
+        sample.lease = 0
+        sample.batch.held[sample.index] = sample
         sample.batch.failed += 1
         self.samples_failed += 1
         finished.append(sample)

@@ -4,11 +4,17 @@ Three rules. Never a swap under running samples: a step's samples are drawn with
 samples wait for come first, oldest batch first, so that a late step is not starved by a newer one; an instance whose
 context is too small for a batch is not kept for it. Where nothing waits, the latest, so that it is there before the
 next step asks.
+
+A version's number means something only together with its trainer. What two trainers say of their weights' content
+(`digest`) decides whether a number of one is that of the other: a resumed run goes on with what instances hold.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from penstock.rollout.fleet import NO_VERSION, Fleet, Instance, State
+from penstock.rollout.journal import Published
 from penstock.rollout.tracker import Tracker
 from penstock.wire import LoadWeights
 
@@ -24,25 +30,63 @@ class Versions:
         self._tracker = tracker
         self._fleet = fleet
         self._sources: dict[int, str] = {}
+        self._digests: dict[int, str] = {}
+        self._earlier: dict[int, str] = {}
+        """Digests of an earlier trainer's versions, which this one has not published."""
         self.latest = NO_VERSION
         """Published last; -1 before the first."""
+        self.reachable = True
+        """Whether the trainer, and with it the place that weights come from, is there."""
 
     def __contains__(self, version: int) -> bool:
         return version in self._sources
 
-    def publish(self, version: int, source: str) -> None:
-        """`version` can be pulled from `source`. The newest few are remembered, and those of open batches."""
+    def published(self) -> Iterator[tuple[int, str, str]]:
+        """(version, source, digest) of what may be loaded, the latest last."""
+        for version, source in self._sources.items():
+            yield version, source, self._digests.get(version, "")
+
+    def publish(self, version: int, source: str, digest: str = "") -> bool:
+        """`version` can be pulled from `source`. The newest few are remembered, and those of open batches.
+
+        True where an earlier trainer had other weights under this number.
+        """
+        before = self._earlier.pop(version, None)
         self._sources.pop(version, None)
         self._sources[version] = source
+        self._digests[version] = digest
         self.latest = version
         needed = {batch.version for batch in self._tracker.batches()}
         for old in list(self._sources)[:-VERSIONS_REMEMBERED]:
             if old not in needed:
                 del self._sources[old]
+                self._digests.pop(old, None)
+        return before is not None and (not before or before != digest)
+
+    def restore(self, published: Iterable[Published], earlier: dict[int, str]) -> None:
+        """What was published before the manager started."""
+        self._earlier |= earlier
+        for told in published:
+            self.publish(told.version, told.source, told.digest)
+
+    def earlier(self) -> Iterator[tuple[int, str]]:
+        """(version, digest) of earlier trainers' versions that the present one has not published."""
+        return iter(self._earlier.items())
+
+    def another_trainer(self) -> None:
+        """What was published so far is an earlier trainer's, and can't be pulled any more."""
+        self._earlier |= self._digests
+        for old in list(self._earlier)[:-VERSIONS_REMEMBERED]:
+            del self._earlier[old]
+        self._sources.clear()
+        self._digests.clear()
+        self.latest = NO_VERSION
 
     def forget(self, cause: str, now: float) -> None:
         """A trainer that is gone takes its versions with it: another one's mean other weights, whatever the number."""
         self._sources.clear()
+        self._digests.clear()
+        self._earlier.clear()
         self.latest = NO_VERSION
         self._fleet.forget_versions(cause, now)
 
@@ -63,7 +107,9 @@ class Versions:
 
     def orders(self, now: float) -> list[tuple[Instance, LoadWeights]]:
         """Loads to begin now, failed ones that are due again included. The fleet takes note of them."""
-        orders = []
+        orders: list[tuple[Instance, LoadWeights]] = []
+        if not self.reachable:
+            return orders
         for instance in self._fleet:
             if not instance.name or instance.state is State.DRAINING or instance.held_off(now):
                 continue

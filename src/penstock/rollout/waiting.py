@@ -62,8 +62,8 @@ class Waiting:
                 WaitingForInstances(ts=now + self._wall_offset_s, waiting_for=self.waiting_for, samples=starved.waiting)
             )
 
-    def overdue(self, now: float) -> tuple[Batch, str] | None:
-        """The oldest batch without progress for longer than its deadline, and the cause.
+    def overdue(self, now: float, excused: Callable[[Batch], bool] = lambda batch: False) -> tuple[Batch, str] | None:
+        """The oldest batch without progress for longer than its deadline, and the cause; an excused one has none.
 
         Batches are worked on in order, so a later one is not late while an earlier one makes progress.
         """
@@ -71,7 +71,7 @@ class Waiting:
         for batch in self._tracker.batches():
             progress_at = max(progress_at, batch.progress_at)
             waited_s = now - progress_at
-            if waited_s > batch.deadline_s:
+            if waited_s > batch.deadline_s and not excused(batch):
                 missing = "; ".join(self._missing(batch)) or "nothing that the manager knows of"
                 return batch, (
                     f"batch {batch.name} made no progress for {waited_s:.1f} s "

@@ -160,8 +160,18 @@ class Drain(_Frame, tag="drain"):
 
 
 class TrainerHello(_Frame, tag="trainer_hello"):
+    """First frame of a trainer, each time that it connects.
+
+    One that comes back says so by its `session`. Of batches that the manager has from before, it is then told what it
+    lacks of those it names here and submits again; the others it has done with.
+    """
+
     name: str
     pid: int
+    session: str = ""
+    """Random, one for the life of a trainer's client."""
+    open_batches: tuple[str, ...] = ()
+    """Batches that this session has submitted and not seen the end of."""
 
 
 class SubmitBatch(_Frame, tag="submit_batch"):
@@ -178,6 +188,9 @@ class SubmitBatch(_Frame, tag="submit_batch"):
     prompt_lengths: bytes  # I[P]
     deadline_s: float
     """Seconds without any progress after which waiting becomes an error."""
+    taken_prompts: bytes = b""  # I[T]
+    taken_replicas: bytes = b""  # I[T]
+    """T samples that the trainer has already, from before its connection was lost; they are not sent again."""
 
 
 class CancelBatch(_Frame, tag="cancel_batch"):
@@ -195,6 +208,9 @@ class VersionPublished(_Frame, tag="version_published"):
     version: int
     source: str
     """host:port of the weight store, as agents reach it."""
+    digest: str = ""
+    """Of the weights: what was drawn with a version of one digest is what the version of another trainer with the same
+    digest would draw. Empty: equal to no other."""
 
 
 # ---- manager -> trainer
