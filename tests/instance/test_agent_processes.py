@@ -73,7 +73,8 @@ async def penstock(*arguments: str, token: str | None = TOKEN) -> AsyncIterator[
 
 
 def joins(manager: FakeManager, *arguments: str) -> list[str]:
-    return ["join", "--manager", manager.url, "--engine", "paced", "--tokens-per-s", "3000", *arguments]
+    engine = ["--engine", "paced", "--tokens-per-s", "3000", "--preemption", "none"]
+    return ["join", "--manager", manager.url, *engine, *arguments]
 
 
 async def at_work(manager: FakeManager, store: WeightStore) -> Session:

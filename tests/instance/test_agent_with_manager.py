@@ -143,6 +143,7 @@ async def test_samples_of_a_machine_killed_by_sigkill_go_on_elsewhere_from_their
     async with Run() as run:
         await run.client.publish(0, store.address)
         arguments = ["join", "--manager", run.server.url, "--engine", "paced", "--tokens-per-s", "2000"]
+        arguments += ["--preemption", "none"]
         doomed = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "penstock", *arguments, "--name", "doomed", "--max-running", "8"),
             env={**os.environ, "PENSTOCK_TOKEN": TOKEN},

@@ -19,6 +19,7 @@ from penstock.errors import AuthError, ConfigError, MissingExtra, StorageError
 
 if TYPE_CHECKING:
     from penstock.instance.engine import Engine
+    from penstock.instance.preemption import Preemption
 
 HELP = "join this machine to a run as an engine"
 CLOSE_S = 2.0
@@ -58,6 +59,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens-per-s", type=_positive, default=1000.0, metavar="X", help="paced: rate (%(default)s)")
     parser.add_argument(
         "--mean-tokens", type=float, default=0.0, metavar="X", help="paced: mean output length; 0 runs to the limit"
+    )
+    parser.add_argument(
+        "--preemption",
+        default="auto",
+        metavar="WHO",
+        help="who says that this machine will be taken away: aws, gcp, azure, none, package.module:function, or auto",
+    )
+    parser.add_argument("--preemption-url", metavar="URL", help="the metadata service, where it is not the usual one")
+    parser.add_argument(
+        "--preemption-poll-s", type=_positive, default=2.0, metavar="S", help="between two questions (%(default)s)"
+    )
+    parser.add_argument(
+        "--preemption-rebalance", action="store_true", help="aws: leave on a recommendation to rebalance, too"
+    )
+    parser.add_argument(
+        "--preemption-ack", action="store_true", help="azure: approve the event once the agent has left"
     )
     parser.add_argument("--progress-file", metavar="F", help="8 bytes: tokens drawn so far, exact even after SIGKILL")
     parser.add_argument("--exit-with-stdin", action="store_true", help="leave when standard input closes")
@@ -122,6 +139,21 @@ def build_engine(args: argparse.Namespace, progress: memoryview | None) -> Engin
     )
 
 
+def build_preemption(args: argparse.Namespace) -> Preemption:
+    from penstock.instance.preemption import Preemption, PreemptionConfig
+    from penstock.instance.preemption.metadata import LINK_LOCAL
+
+    return Preemption(
+        PreemptionConfig(
+            source=args.preemption,
+            base_url=args.preemption_url or LINK_LOCAL,
+            poll_s=args.preemption_poll_s,
+            rebalance=args.preemption_rebalance,
+            acknowledge=args.preemption_ack,
+        )
+    )
+
+
 def progress_buffer(path: str | None) -> memoryview | None:
     """8 bytes of a mapped file: what is written there outlives the process, however it ends."""
     if path is None:
@@ -139,6 +171,7 @@ async def _join(args: argparse.Namespace, token: str) -> None:
     from penstock.weights.plan import digest
 
     digest(b"")  # Without xxhash no weights could ever be verified; better said now than at the first version.
+    preemption = build_preemption(args)
     engine = build_engine(args, progress_buffer(args.progress_file))
     agent = Agent(
         engine,
@@ -162,11 +195,14 @@ async def _join(args: argparse.Namespace, token: str) -> None:
             os._exit(1)
 
         watch_stdin(orphaned)
+    watching = asyncio.create_task(preemption.watch(agent.drain), name="preemption")
     code = 1
     try:
         await agent.run()
+        await preemption.left()
         code = 0
     finally:
+        watching.cancel()
         end_within(CLOSE_S, code)
         await engine.close()
 

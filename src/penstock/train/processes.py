@@ -123,6 +123,8 @@ class LocalProcesses:
         arguments += ["--max-context", str(engines.max_context_tokens), "--kv-cache-mib", str(engines.kv_cache_mib)]
         arguments += ["--threads", str(engines.threads), "--progress-file", str(progress_path)]
         arguments += ["--connections", str(self._config.weights.connections)]
+        # A notice that takes this machine takes its trainer along: no engine need leave before the run does.
+        arguments += ["--preemption", "none"]
         if paced:
             arguments += ["--tokens-per-s", str(engines.tokens_per_s)]
         child = self._spawn(name, arguments)
