@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from penstock.config.run import RunConfig
-from penstock.train.processes import LocalProcesses
+from penstock.train.processes import Child, LocalProcesses
 from penstock.wire import AgentHello, Welcome, decode_from_manager, encode
 from penstock.wire.codec import PROTOCOL, PROTOCOL_HEADER
 
 TOKEN = "the-run's-token"
+LEAST = {"model": {"path": "unused"}, "data": {"train": [{"kind": "jsonl", "path": "unused"}]}}
 
 
 async def test_the_runs_manager_tells_machines_from_outside_what_the_run_wants_of_them(tmp_path: Path) -> None:
@@ -36,3 +39,41 @@ async def test_the_runs_manager_tells_machines_from_outside_what_the_run_wants_o
     assert welcome == Welcome(
         instance="spot", heartbeat_s=1.5, frame_steps=3, max_context_tokens=4321, max_frame_bytes=2 * 1024 * 1024
     )
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_engines_of_another_kind_are_agents_with_a_server_and_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    options = {"enforce-eager": True, "swap-space": 2, "trust": False}
+    engines = {"kind": kind, "command": "serve {model} {port}", "options": options}
+    config = RunConfig.model_validate(LEAST | {"rollout": {"engines": engines, "load_deadline_s": 77}})
+    processes = LocalProcesses(config, tmp_path, TOKEN, lambda event: None)
+    spawned: list[list[str]] = []
+
+    def spawn(name: str, arguments: list[str]) -> Child:
+        spawned.append(arguments)
+        return Child(name, subprocess.Popen(["true"]), tmp_path / "log", (tmp_path / "log").open("ab"))
+
+    monkeypatch.setattr(processes, "_spawn", spawn)
+    try:
+        processes.start_engine("http://manager", "a test")
+    finally:
+        processes.close()
+    words = spawned[0]
+    assert words[words.index("--engine") + 1] == kind
+    assert words[words.index("--engine-command") + 1] == "serve {model} {port}"
+    assert words[words.index("--engine-start-s") + 1] == "77.0"
+    assert words[-2:] == ["--engine.enforce-eager", "--engine.swap-space=2"]
+
+
+@pytest.mark.parametrize(
+    ("engines", "reason"),
+    [
+        ({"command": "serve {model} {port}"}, 'are for kind = "vllm" or "sglang"'),
+        ({"kind": "vllm", "tokens_per_s": 10}, 'kind is "vllm"'),
+    ],
+)
+def test_engine_options_that_make_no_sense_together_are_refused(engines: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        RunConfig.model_validate(LEAST | {"rollout": {"engines": engines}})

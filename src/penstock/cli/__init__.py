@@ -1,8 +1,9 @@
 """`penstock`: one command, its subcommands each in a module that is imported only when chosen.
 
 A subcommand's module has `HELP: str`, `add_arguments(parser)` and `main(args) -> int`; with `TAKES_OVERRIDES = True`
-its words of the form `--a.b=c` are taken out first and handed over as `args.overrides`. This module decides what is
-listed and what the exit codes mean, and imports nothing heavy, so that `--help` answers at once.
+its words of the form `--a.b=c` are taken out first and handed over as `args.overrides`. One with a function
+`take_words(words, parser)` takes out what it has a grammar of its own for, and returns the rest. This module decides
+what is listed and what the exit codes mean, and imports nothing heavy, so that `--help` answers at once.
 
 Exit codes: 0 done; 1 the run, or what it stands on, failed; 2 the command line or the configuration is wrong, and
 nothing was started; 130 interrupted by Ctrl-C; 141 whoever read the output went away.
@@ -72,6 +73,8 @@ def _run(words: list[str]) -> int:
     )
     module.add_arguments(parser)
     rest = words[1:]
+    if hasattr(module, "take_words"):
+        rest = module.take_words(rest, parser)
     if getattr(module, "TAKES_OVERRIDES", False):
         from penstock.config import split_overrides
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import mmap
 import os
@@ -15,13 +16,25 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.errors import AuthError, ConfigError, MissingExtra, StorageError
+from penstock.cli.engine_server import (
+    SERVED,
+    add_server_arguments,
+    build_served,
+    check_server_arguments,
+    take_engine_options,
+)
+from penstock.cli.restarts import Restarts
+from penstock.errors import AuthError, ConfigError, EngineError, MissingExtra, StorageError
 
 if TYPE_CHECKING:
+    from penstock.instance.agent import Agent
     from penstock.instance.engine import Engine
     from penstock.instance.preemption import Preemption
 
+log = logging.getLogger("penstock.join")
+
 HELP = "join this machine to a run as an engine"
+take_words = take_engine_options
 CLOSE_S = 2.0
 """For the engine to end after the agent has left."""
 ORPHAN_S = 4.0
@@ -33,8 +46,12 @@ DEFAULT_FRAME_STEPS = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--manager", required=True, metavar="URL", help="the run's manager, http://host:port")
     parser.add_argument(
-        "--engine", choices=("builtin", "paced"), default="builtin", help="what draws tokens (%(default)s)"
+        "--engine",
+        choices=("builtin", "vllm", "sglang", "paced"),
+        default="builtin",
+        help="what draws tokens (%(default)s)",
     )
+    add_server_arguments(parser)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, or auto (%(default)s)")
     parser.add_argument("--max-running", type=_count, default=64, metavar="N", help="sequences at once (%(default)s)")
     parser.add_argument(
@@ -83,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """0 after leaving in order. Raises PenstockError where it can't join or can't go on."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    check_server_arguments(args)
     token = read_token(args.token_file)
     asyncio.run(_join(args, token))
     return 0
@@ -107,6 +125,8 @@ def build_engine(args: argparse.Namespace, progress: memoryview | None) -> Engin
 
     Thread counts go into the environment before PyTorch is imported, which reads them once.
     """
+    if args.engine in SERVED:
+        return build_served(args, progress)
     if args.engine == "paced":
         from penstock.instance.paced import PacedEngine
 
@@ -166,45 +186,95 @@ def progress_buffer(path: str | None) -> memoryview | None:
         raise StorageError(f"the progress file {path} can't be written: {error.strerror}") from error
 
 
+class _Machine:
+    """This machine as an instance: one engine and its agent at a time, until it is told to leave or can't go on."""
+
+    def __init__(self, args: argparse.Namespace, token: str) -> None:
+        self._args = args
+        self._token = token
+        self._progress = progress_buffer(args.progress_file)
+        # Only a server that this agent starts can be started again.
+        self._restarts = Restarts(args.engine_restarts if args.engine in SERVED and not args.engine_url else 0)
+        self._engine: Engine | None = None
+        self._agent: Agent | None = None
+        self._told_to_leave = asyncio.Event()
+
+    @property
+    def has_engine(self) -> bool:
+        return self._engine is not None
+
+    def drain(self, cause: str) -> None:
+        self._told_to_leave.set()
+        if self._agent is not None:
+            self._agent.drain(cause)
+
+    async def run(self) -> None:
+        while not self._told_to_leave.is_set():
+            try:
+                await self._session()
+                return
+            except EngineError as error:
+                wait_s = self._restarts.died(time.monotonic())
+                if wait_s is None:
+                    raise
+                log.error("%s; the engine is started again in %g s", error, wait_s)
+            await self.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._told_to_leave.wait()
+
+    async def close(self) -> None:
+        engine, self._engine, self._agent = self._engine, None, None
+        if engine is not None:
+            await engine.close()
+
+    async def _session(self) -> None:
+        from penstock.instance.agent import Agent
+
+        args = self._args
+        self._engine = build_engine(args, self._progress)
+        self._agent = Agent(
+            self._engine,
+            args.manager,
+            self._token,
+            args.name or f"{socket.gethostname()}-{os.getpid()}",
+            connections=args.connections,
+            load_deadline_s=args.load_deadline_s,
+            reconnect_s=args.reconnect_s,
+            stall_s=args.stall_s,
+        )
+        await self._agent.run()
+
+
 async def _join(args: argparse.Namespace, token: str) -> None:
-    from penstock.instance.agent import Agent
     from penstock.weights.plan import digest
 
     digest(b"")  # Without xxhash no weights could ever be verified; better said now than at the first version.
     preemption = build_preemption(args)
-    engine = build_engine(args, progress_buffer(args.progress_file))
-    agent = Agent(
-        engine,
-        args.manager,
-        token,
-        args.name or f"{socket.gethostname()}-{os.getpid()}",
-        connections=args.connections,
-        load_deadline_s=args.load_deadline_s,
-        reconnect_s=args.reconnect_s,
-        stall_s=args.stall_s,
-    )
+    machine = _Machine(args, token)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, agent.drain, f"got {number.name}")
+        loop.add_signal_handler(number, machine.drain, f"got {number.name}")
     if args.exit_with_stdin:
         from penstock.cli.parent import watch_stdin
 
         def orphaned() -> None:
-            loop.call_soon_threadsafe(agent.drain, "the process that started it is gone")
+            loop.call_soon_threadsafe(machine.drain, "the process that started it is gone")
             time.sleep(ORPHAN_S)
             os._exit(1)
 
         watch_stdin(orphaned)
-    watching = asyncio.create_task(preemption.watch(agent.drain), name="preemption")
+    watching = asyncio.create_task(preemption.watch(machine.drain), name="preemption")
     code = 1
     try:
-        await agent.run()
+        await machine.run()
         await preemption.left()
         code = 0
     finally:
         watching.cancel()
-        end_within(CLOSE_S, code)
-        await engine.close()
+        if machine.has_engine:
+            end_within(CLOSE_S, code)
+        await machine.close()
 
 
 def end_within(seconds: float, code: int) -> None:

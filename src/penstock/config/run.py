@@ -6,7 +6,7 @@ messages that name the key, the value and what is allowed.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -102,6 +102,12 @@ class EngineConfig(_Section):
 
     count: int = Field(default=1, ge=0)
     """0: only machines that join from outside."""
+    kind: Literal["builtin", "vllm", "sglang"] = "builtin"
+    """`vllm` and `sglang`: servers that their agents start, found on PATH."""
+    command: str = ""
+    """Command line that starts such a server, with {model}, {host} and {port}; by default the agent's own."""
+    options: dict[str, str | int | float | bool] = {}
+    """Options of such a server by their own names, such as `{ enforce-eager = true }`; true is a bare flag."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, or `auto`."""
     max_running: int = Field(default=64, ge=1)
@@ -117,6 +123,14 @@ class EngineConfig(_Section):
     """Engines of this machine that die by accident are replaced so often in a run, each time after a longer wait."""
     tokens_per_s: float = Field(default=0, ge=0)
     """Above 0: the engine is paced to this rate, as a remote machine would be (for tests and benchmarks)."""
+
+    @model_validator(mode="after")
+    def _one_engine(self) -> EngineConfig:
+        if self.kind == "builtin" and (self.command or self.options):
+            raise ValueError('rollout.engines.command and options are for kind = "vllm" or "sglang"')
+        if self.kind != "builtin" and self.tokens_per_s:
+            raise ValueError(f'rollout.engines.tokens_per_s makes a paced engine, and kind is "{self.kind}"')
+        return self
 
 
 class RolloutConfig(_Section):
@@ -144,6 +158,18 @@ class ManagerConfig(_Section):
     token_env: str = "PENSTOCK_TOKEN"
     """Environment variable with the shared token; a random one is made where it is not set."""
     max_frame_mib: int = Field(default=64, ge=1, le=1024)
+    journal: Literal["off", "never", "interval", "always"] = "interval"
+    """Keeps every unfinished sample on the disk, in the run's folder, so that the manager may die and a resumed run
+    finds what was generated. Says when the disk is waited for: `never` (power loss may cost half a minute of tokens;
+    the death of a process costs nothing), once a second (`interval`), or before anybody is answered (`always`)."""
+    journal_max_mib: int = Field(default=16384, ge=1)
+    """A journal that grows larger is suspended, with a warning; about twice the unfinished samples' size is needed."""
+    trainer_grace_s: float = Field(default=300, ge=0)
+    """A trainer that is gone finds its batches if it is back, or resumed, within so long; 0: they are void at once."""
+    reconnect_s: float = Field(default=60, ge=0)
+    """A manager that is lost is dialled again for so long before the run ends; 0: it ends at once."""
+    restarts: int = Field(default=3, ge=0)
+    """The run's own manager is started again so often where its process ends by accident."""
 
 
 class WeightsConfig(_Section):
@@ -162,8 +188,12 @@ class WeightsConfig(_Section):
 class RewardConfig(_Section):
     function: str = "penstock.reward.verifiers:reasoning_gym_exact"
     """Import path (`package.module:function`) of `f(sample) -> float | Score`, sync or async."""
+    options: dict[str, Any] = {}
+    """Options of `function`, by name; one that it doesn't take is refused."""
     eval_function: str = ""
     """Scores the held-out answers, in the same form; by default `function`. Accuracy is the share of 1 or more."""
+    eval_options: dict[str, Any] = {}
+    """Options of `eval_function`; where that is left out, `options` holds for both."""
     mode: Literal["inline", "process"] = "inline"
     """`process`: in worker processes that are killed at `timeout_s`, for verifiers that may hang."""
     processes: int = Field(default=2, ge=1)

@@ -10,17 +10,19 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 GRACE_S = 1.0
 """Between SIGTERM and SIGKILL: a server of tokens has nothing to save."""
 
 
-def end_group() -> None:
+def kill(number: int = 0, frame: object = None) -> None:
+    os.killpg(0, signal.SIGKILL)
+
+
+def leave(number: int, frame: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(0, signal.SIGTERM)
-    time.sleep(GRACE_S)
-    os.killpg(0, signal.SIGKILL)
+    signal.setitimer(signal.ITIMER_REAL, GRACE_S)
 
 
 def watch() -> None:
@@ -30,7 +32,8 @@ def watch() -> None:
 
 
 def main(command: list[str]) -> None:
-    signal.signal(signal.SIGTERM, lambda number, frame: end_group())
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGALRM, kill)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
@@ -39,8 +42,7 @@ def main(command: list[str]) -> None:
     threading.Thread(target=watch, daemon=True).start()
     code = server.wait()
     print(f"{command[0]} ended: " + (f"killed by signal {-code}" if code < 0 else f"exit code {code}"), flush=True)
-    # Helpers that the server left behind end with it.
-    os.killpg(0, signal.SIGKILL)
+    kill()  # Helpers that the server left behind.
 
 
 if __name__ == "__main__":

@@ -104,6 +104,8 @@ class ServedEngine:
         self._room.set()
         self._death: EngineError | None = None
         self._closed = False
+        # One that takes the place of another in the same process counts on.
+        self._counted_before = int(struct.unpack("<Q", progress[:8])[0]) if progress is not None else 0
         self._tokens_generated = 0
         self._tokens_prefilled = 0
         self._rate: deque[tuple[float, int]] = deque()
@@ -440,7 +442,7 @@ class ServedEngine:
     def _count(self, tokens: int) -> None:
         self._tokens_generated += tokens
         if self._progress is not None:
-            self._progress[:8] = struct.pack("<Q", self._tokens_generated)
+            self._progress[:8] = struct.pack("<Q", self._counted_before + self._tokens_generated)
         now = time.monotonic()
         if not self._rate or now - self._rate[-1][0] > GATHER_S:
             self._rate.append((now, self._tokens_generated))

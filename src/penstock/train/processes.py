@@ -118,7 +118,7 @@ class LocalProcesses:
         # An engine that dies before it gets there has drawn nothing.
         progress_path.write_bytes(bytes(8))
         paced = engines.tokens_per_s > 0
-        arguments = ["join", "--manager", manager_url, "--name", name, "--engine", "paced" if paced else "builtin"]
+        arguments = ["join", "--manager", manager_url, "--name", name, "--engine", "paced" if paced else engines.kind]
         arguments += ["--device", engines.device, "--max-running", str(engines.max_running)]
         arguments += ["--max-context", str(engines.max_context_tokens), "--kv-cache-mib", str(engines.kv_cache_mib)]
         arguments += ["--threads", str(engines.threads), "--progress-file", str(progress_path)]
@@ -127,11 +127,25 @@ class LocalProcesses:
         arguments += ["--preemption", "none"]
         if paced:
             arguments += ["--tokens-per-s", str(engines.tokens_per_s)]
+        if engines.kind != "builtin":
+            arguments += self._server_arguments(name)
         child = self._spawn(name, arguments)
         child.progress_path = progress_path
         self._engines[name] = child
         self._emit(EngineStarted(ts=time.time(), name=name, pid=child.process.pid, cause=cause))
         return child
+
+    def _server_arguments(self, name: str) -> list[str]:
+        """For an engine whose agent starts a server of its own."""
+        engines = self._config.rollout.engines
+        log_path = self._folder / "logs" / f"{name}.server.log"
+        arguments = ["--engine-log", str(log_path), "--engine-start-s", str(self._config.rollout.load_deadline_s)]
+        if engines.command:
+            arguments += ["--engine-command", engines.command]
+        for option, value in engines.options.items():
+            if value is not False:
+                arguments.append(f"--engine.{option}" if value is True else f"--engine.{option}={value}")
+        return arguments
 
     def kill_engine(self, name: str, cause: str) -> None:
         """SIGKILL: no goodbye, no flush."""
