@@ -14,6 +14,7 @@ import reward_functions
 from penstock.errors import RewardError
 from penstock.reward import Sample, Score, Scorer, Unscored
 from penstock.reward.drought import FIRST_SCORE_WITHIN
+from penstock.reward.functions import function_of
 from penstock.reward.scorer import INLINE_THREADS, MAX_GIVEN_UP
 
 SHORT_S = 0.2
@@ -270,3 +271,13 @@ def test_errors_of_the_function_and_the_mode_show_before_the_run(function: Calla
         Scorer("no_such_package:f")
     with pytest.raises(RewardError, match=r"reward\.mode is 'threads'; it must be inline or process"):
         Scorer(function("right"), mode="threads")
+
+
+async def test_a_function_that_is_there_already_needs_no_import_path(make_sample: Callable[..., Sample]) -> None:
+    scorer = Scorer(function_of(lambda sample: float(len(sample.response))))
+    assert await scorer.score(make_sample("four")) == Score(4.0)
+    await scorer.close()
+    with pytest.raises(RewardError, match="object of this process"):
+        Scorer(function_of(lambda sample: 1.0), mode="process")
+    with pytest.raises(RewardError, match="called with one sample"):
+        function_of(lambda: 1.0)

@@ -26,6 +26,7 @@ from typing import Any
 from penstock import __version__
 from penstock.bench.common import cpu_model, memory_bytes, usable_cores
 from penstock.errors import PenstockError
+from penstock.reward.sandbox import available_isolation
 
 HELP = "Say what is installed, what hardware there is, and what will and will not work here."
 
@@ -80,6 +81,10 @@ class Facts:
     gpus: tuple[str, ...] = ()
     """As PyTorch sees them."""
     nvidia_driver: bool = False
+    sandbox: str = "none"
+    """How the programs of `code_tests` are isolated: `namespaces`, `seccomp` or `none`."""
+    sandbox_refused: tuple[str, ...] = ()
+    """Why each stronger isolation than that doesn't work."""
     engines_outside: Mapping[str, str | None] = field(default_factory=dict)
     """Version of vLLM and SGLang in this Python, None where they are not."""
 
@@ -120,6 +125,9 @@ def judge(facts: Facts) -> list[Verdict]:
         _needs(facts, "reasoning-gym tasks", "train", only=("reasoning-gym",)),
         _needs(facts, "Hugging Face data sets", "datasets"),
         _needs(facts, "TensorBoard", "tensorboard", also=facts.torch_trouble),
+        _needs(facts, "math_answer", "math"),
+        _needs(facts, "json_schema", "json"),
+        _sandbox(facts),
         _many_instances(facts),
         *(_outside(name, version) for name, version in facts.engines_outside.items()),
     ]
@@ -158,6 +166,7 @@ def gather() -> Facts:
         raise PenstockError("penstock itself is not installed here; pip install -e '.[train]' in its folder") from None
     torch_facts = _look_at_torch() if any(p.name == "torch" and p.installed for p in packages) else {}
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    isolation, refused = available_isolation()
     return Facts(
         packages=packages,
         python=platform.python_version(),
@@ -174,6 +183,8 @@ def gather() -> Facts:
         terminal=_terminal_trouble(),
         nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
         engines_outside={"vLLM": _version("vllm"), "SGLang": _version("sglang")},
+        sandbox=isolation,
+        sandbox_refused=tuple(refused.values()),
         **torch_facts,
     )
 
@@ -270,6 +281,16 @@ def _cuda(facts: Facts) -> Verdict:
         gpu = "there is an NVIDIA driver, but " if facts.nvidia_driver else ""
         return Verdict(what, False, f"{gpu}this PyTorch has no CUDA build")
     return Verdict(what, False, f"PyTorch is built for CUDA {facts.torch_cuda_build} and sees no GPU")
+
+
+def _sandbox(facts: Facts) -> Verdict:
+    what = "code sandbox"
+    refused = "; ".join(facts.sandbox_refused)
+    if facts.sandbox == "namespaces":
+        return Verdict(what, True, "namespaces: no network, no other process, one folder of its own")
+    if facts.sandbox == "seccomp":
+        return Verdict(what, True, f"seccomp: no network, but this user's files can be read and written ({refused})")
+    return Verdict(what, False, f"{refused}; only with network = 'allow'")
 
 
 def _many_instances(facts: Facts) -> Verdict:

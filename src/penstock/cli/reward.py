@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import msgspec
 
-from penstock.errors import DataError, RewardError, StorageError
+from penstock.errors import ConfigError, DataError, RewardError, StorageError
 from penstock.sample import Finish, Prompt, Sample, SampleId, Score, Unscored
 
 HELP = "score a JSONL of answers with a reward function"
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["score"])
     parser.add_argument("file", type=Path, help='JSONL; each line {"response": ..., "prompt": ..., ...}')
     parser.add_argument("--function", required=True, help="package.module:function or ./file.py:function")
+    parser.add_argument("--options", default="{}", help="the function's options as a JSON object (default: none)")
     parser.add_argument("--out", type=Path, help="where results go (default: FILE with .scored.jsonl)")
     parser.add_argument("--mode", choices=["inline", "process"], default="inline")
     parser.add_argument("--processes", type=int, default=2, help="in mode process (default: %(default)s)")
@@ -35,10 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    args.options = read_options(args.options)
     samples = read_samples(args.file)
     out = args.out or args.file.with_suffix(".scored.jsonl")
     known = read_results(out)
     return asyncio.run(_score(args, samples, out, known))
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """Raises ConfigError for what is no JSON object."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--options {text!r}: must be a JSON object: {error}") from None
 
 
 def read_samples(file: Path) -> dict[int, Sample]:

@@ -206,6 +206,12 @@ class RewardConfig(_Section):
     unscored: Literal["drop_group", "drop_sample"] = "drop_group"
     """What becomes of a group with an unscored member. Never zero."""
 
+    @model_validator(mode="after")
+    def _whose_options(self) -> RewardConfig:
+        if self.eval_options and not self.eval_function:
+            raise ValueError("reward.eval_options needs reward.eval_function; reward.options holds for both")
+        return self
+
 
 class TrainConfig(_Section):
     steps: int = Field(default=100, ge=1)

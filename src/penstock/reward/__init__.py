@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from penstock.reward.functions import RewardFunction, load_function, normalise
+from penstock.reward.options import factory
 from penstock.reward.scorer import Scorer
 from penstock.sample import Sample, Score, Unscored
 
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
     from penstock.reward.cache import AnswerCache
     from penstock.reward.composed import compose, score_batch
     from penstock.reward.limits import Endpoint, PoolOptions, load_pool
+    from penstock.reward.local import ProcessTransport, SandboxTransport
     from penstock.reward.pool import ComputePool
     from penstock.reward.retry import Kind
+    from penstock.reward.sandbox import Limits, Sandbox
     from penstock.reward.transport import FunctionTransport, HttpTransport
 
 __all__ = [
@@ -28,15 +31,20 @@ __all__ = [
     "FunctionTransport",
     "HttpTransport",
     "Kind",
+    "Limits",
     "PoolOptions",
+    "ProcessTransport",
     "RewardFunction",
     "Sample",
+    "Sandbox",
+    "SandboxTransport",
     "Score",
     "Scorer",
     "Unscored",
     "accelerate",
     "batched",
     "compose",
+    "factory",
     "load_function",
     "load_pool",
     "normalise",
@@ -51,7 +59,11 @@ _LAZY = {
     "FunctionTransport": "transport",
     "HttpTransport": "transport",
     "Kind": "retry",
+    "Limits": "sandbox",
     "PoolOptions": "limits",
+    "ProcessTransport": "local",
+    "Sandbox": "sandbox",
+    "SandboxTransport": "local",
     "accelerate": "accelerated",
     "batched": "batching",
     "compose": "composed",

@@ -18,7 +18,19 @@ import msgspec
 
 from penstock.sample import Finish, Prompt, Sample, SampleId, Score, Unscored, VersionSpan
 
-__all__ = ["LENGTH", "Done", "Job", "Ready", "Refused", "decode_job", "decode_reply", "encode", "job_of", "sample_of"]
+__all__ = [
+    "LENGTH",
+    "Ask",
+    "Done",
+    "Job",
+    "Ready",
+    "Refused",
+    "decode_job",
+    "decode_reply",
+    "encode",
+    "job_of",
+    "sample_of",
+]
 
 LENGTH = struct.Struct("<I")
 """In front of every message: its length in bytes."""
@@ -26,7 +38,7 @@ LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
-class Job(msgspec.Struct, array_like=True):
+class Job(msgspec.Struct, array_like=True, tag="job"):
     """Score this sample. Columns as in `wire`: "i" int32 token ids, "f" float32 log-probabilities."""
 
     number: int
@@ -40,6 +52,13 @@ class Job(msgspec.Struct, array_like=True):
     version_spans: list[tuple[int, int, int]]
     finish: int
     response: str
+
+
+class Ask(msgspec.Struct, array_like=True, tag="ask"):
+    """Call the function with this JSON value and answer with another."""
+
+    number: int
+    body: bytes
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -59,12 +78,16 @@ class Done(msgspec.Struct, tag="done"):
     value: float = 0.0
     parts: dict[str, float] = {}
     cause: str | None = None
+    answer: bytes | None = None
+    """What an `Ask` is answered with, as JSON."""
     fault: str = ""
     """Kind and place of what was raised, where its traceback comes along."""
     traceback: str = ""
     """For the log; only of a fault that this worker has not sent before."""
 
-    def result(self) -> Score | Unscored:
+    def result(self) -> Score | Unscored | bytes:
+        if self.answer is not None:
+            return self.answer
         return Score(self.value, self.parts) if self.cause is None else Unscored(self.cause)
 
 
@@ -107,14 +130,14 @@ def _restore(code: int, data: memoryview) -> Any:
 
 _encoder = msgspec.msgpack.Encoder()
 _values: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list[Any], ext_hook=_restore)
-_jobs: msgspec.msgpack.Decoder[Job] = msgspec.msgpack.Decoder(Job, ext_hook=_restore)
+_jobs: msgspec.msgpack.Decoder[Job | Ask] = msgspec.msgpack.Decoder(Job | Ask, ext_hook=_restore)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 decode_job = _jobs.decode
 decode_reply = _replies.decode
 
 
-def encode(message: Job | Reply) -> bytes:
+def encode(message: Job | Ask | Reply) -> bytes:
     """One message with its length in front. Raises TypeError or ValueError for what can't be sent."""
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:

@@ -65,7 +65,7 @@ class Faults:
         self._seen.add(fault)
         return True
 
-    def take(self, error: BaseException, sample: Sample) -> tuple[str, str, str]:
+    def take(self, error: BaseException, sample: Sample | None) -> tuple[str, str, str]:
         """(cause, fault, text for the log, which is empty unless the fault is fresh)."""
         cause = cause_of(error)
         fault = f"{type(error).__qualname__} at {place_of(error)}"
@@ -108,10 +108,11 @@ class FaultLog:
             log.warning("%s can't be written (%s); it misses:\n%s", self._path, error.strerror or error, text.rstrip())
 
 
-def _text(error: BaseException, cause: str, sample: Sample) -> str:
+def _text(error: BaseException, cause: str, sample: Sample | None) -> str:
+    what = "a request has no answer" if sample is None else f"sample {sample.id} of {sample.prompt.source} has no score"
     whole = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:].rstrip()
     ending = "Further ones of this kind and place are counted and not logged."
-    return f"sample {sample.id} of {sample.prompt.source} has no score: {cause}\n{whole}\n{ending}\n\n"
+    return f"{what}: {cause}\n{whole}\n{ending}\n\n"
 
 
 def _is_code(frame: FrameType) -> bool:

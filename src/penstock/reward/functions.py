@@ -13,16 +13,17 @@ import inspect
 import math
 import numbers
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from penstock.errors import PenstockError, RewardError
+from penstock.reward.options import with_options
 from penstock.sample import Score, Unscored
 
-__all__ = ["RewardFunction", "describe_exception", "load_function", "normalise"]
+__all__ = ["RewardFunction", "describe_exception", "function_of", "load_function", "normalise"]
 
 CAUSE_CHARACTERS = 500
 
@@ -36,11 +37,11 @@ class RewardFunction:
     is_async: bool
 
 
-def load_function(path: str) -> RewardFunction:
-    """Loads `package.module:function` or `./file.py:function`; the name may be dotted.
+def load_function(path: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
+    """Loads `package.module:function` or `./file.py:function`, with its options; the name may be dotted.
 
     Raises RewardError that says what is wrong: no such module or file, an error while importing it, no such name,
-    not callable, or not callable with one sample.
+    not callable, an option that it doesn't take, or not callable with one sample.
     """
     origin, colon, name = path.rpartition(":")
     if not colon or not origin or not name:
@@ -53,8 +54,21 @@ def load_function(path: str) -> RewardFunction:
         if not hasattr(found, part):
             raise RewardError(f"reward.function '{path}': {origin} has no '{name}'{_functions_hint(module)}")
         found = getattr(found, part)
-    _check_callable(path, found)
+    _check_kind(path, found)
+    found = with_options(path, found, options or {})
+    _check_signature(path, found)
     return RewardFunction(path, found, _is_async(found))
+
+
+def function_of(call: Callable[[Any], Any]) -> RewardFunction:
+    """A callable that is there already, as a reward function.
+
+    Raises RewardError where it is a class or can't be called with one sample.
+    """
+    path = getattr(call, "__qualname__", type(call).__name__)
+    _check_kind(path, call)
+    _check_signature(path, call)
+    return RewardFunction(path, call, _is_async(call))
 
 
 def normalise(result: object) -> Score | Unscored:
@@ -157,11 +171,14 @@ def _make_importable(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-def _check_callable(path: str, found: object) -> None:
+def _check_kind(path: str, found: object) -> None:
     if inspect.isclass(found):
         raise RewardError(f"reward.function '{path}' is a class; name a function, or an instance that can be called")
     if not callable(found):
         raise RewardError(f"reward.function '{path}' is {_type_name(found)}, which can't be called")
+
+
+def _check_signature(path: str, found: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(found)
     except (ValueError, TypeError):
@@ -180,7 +197,8 @@ def _is_async(found: Any) -> bool:
 
 
 def _functions_hint(module: ModuleType) -> str:
-    names = [
+    names = list(getattr(module, "__all__", ())) if hasattr(module, "__getattr__") else []
+    names = names or [
         name
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")

@@ -14,14 +14,26 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
 from penstock.errors import RewardError
-from penstock.reward.crossing import LENGTH, MAX_MESSAGE_BYTES, Done, Ready, Refused, Reply, decode_reply, job_of
+from penstock.reward.crossing import (
+    LENGTH,
+    MAX_MESSAGE_BYTES,
+    Ask,
+    Done,
+    Ready,
+    Refused,
+    Reply,
+    decode_reply,
+    encode,
+    job_of,
+)
 from penstock.reward.faults import FaultLog
 from penstock.reward.functions import describe_exception
 from penstock.reward.roster import QueueFull, Roster
@@ -29,6 +41,7 @@ from penstock.sample import Sample, Score, Unscored
 
 __all__ = ["VerifierProcesses"]
 
+Answer = Score | Unscored | bytes
 MAX_WAITING = 65_536
 START_TIMEOUT_S = 120.0
 FRUITLESS_STARTS = 3
@@ -51,12 +64,15 @@ class VerifierProcesses:
         max_waiting: int = MAX_WAITING,
         start_timeout_s: float = START_TIMEOUT_S,
         output: Path | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         """`output` is a file that what the function prints and the first traceback of each fault are added to.
 
         Without it, only crashes quote what it prints, and tracebacks are logged.
+        `options` are the function's. Raises RewardError where they can't be written as JSON.
         """
         self._function_path = function_path
+        self._greeting = _greeting(options)
         self._processes = processes
         self._timeout_s = timeout_s
         self._max_waiting = max_waiting
@@ -66,7 +82,7 @@ class VerifierProcesses:
         self._faults = FaultLog(output)
         self._roster = Roster(timeout_s, max_waiting)
         self._workers: dict[int, _Worker] = {}
-        self._waiters: dict[int, tuple[asyncio.Future[Score | Unscored], bytes]] = {}
+        self._waiters: dict[int, tuple[asyncio.Future[Answer], bytes]] = {}
         self._starting: set[asyncio.Task[None]] = set()
         self._numbers = count()
         self._fruitless = 0
@@ -74,6 +90,11 @@ class VerifierProcesses:
         self._timer: asyncio.TimerHandle | None = None
         self._failure: RewardError | None = None
         self._closing = False
+
+    @property
+    def greeting(self) -> bytes:
+        """What a worker reads before its first job."""
+        return self._greeting
 
     @property
     def pids(self) -> list[int]:
@@ -106,13 +127,31 @@ class VerifierProcesses:
             message = job_of(number, sample)
         except ValueError as error:
             return Unscored(str(error))
+        result = await self._answer(number, message)
+        return result if not isinstance(result, bytes) else Unscored("the worker answered something else")
+
+    async def ask(self, body: bytes) -> bytes | Unscored:
+        """Calls the function with a JSON value; what it returns, as JSON, or why there is nothing.
+
+        As `score`, for functions of anything. Raises RewardError as well.
+        """
+        await self.start()
+        number = next(self._numbers)
+        try:
+            message = encode(Ask(number, body))
+        except ValueError as error:
+            return Unscored(str(error))
+        result = await self._answer(number, message)
+        return result if not isinstance(result, Score) else Unscored("the worker answered something else")
+
+    async def _answer(self, number: int, message: bytes) -> Answer:
         try:
             self._roster.submit(number)
         except QueueFull:
             raise RewardError(
                 f"more than {self._max_waiting} samples wait for a verifier process; raise reward.processes"
             ) from None
-        future: asyncio.Future[Score | Unscored] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiters[number] = (future, message)
         self._assign()
         try:
@@ -247,7 +286,7 @@ class VerifierProcesses:
         else:
             self._roster.withdraw(number)
 
-    def _resolve(self, number: int, result: Score | Unscored) -> None:
+    def _resolve(self, number: int, result: Answer) -> None:
         waiter = self._waiters.pop(number, None)
         if waiter is not None and not waiter[0].done():
             waiter[0].set_result(result)
@@ -265,6 +304,14 @@ class VerifierProcesses:
             self._first_ready.set_exception(error)
         for worker in self._workers.values():
             worker.kill()
+
+
+def _greeting(options: Mapping[str, Any] | None) -> bytes:
+    try:
+        body = msgspec.json.encode(dict(options or {}))
+    except TypeError as error:
+        raise RewardError(f"reward.options can't be sent to verifier processes: {error}") from error
+    return LENGTH.pack(len(body)) + body
 
 
 class _Worker(asyncio.SubprocessProtocol):
@@ -294,6 +341,7 @@ class _Worker(asyncio.SubprocessProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.SubprocessTransport)
         self._transport = transport
+        self._write(self._pool.greeting)
 
     def ready(self) -> None:
         if self.start_timer is not None:
@@ -302,6 +350,9 @@ class _Worker(asyncio.SubprocessProtocol):
     def send(self, message: bytes) -> None:
         """One message at a time is under way, so the transport's buffer is bounded by its size."""
         self.jobs += 1
+        self._write(message)
+
+    def _write(self, message: bytes) -> None:
         pipe = self.transport.get_pipe_transport(0)
         assert isinstance(pipe, asyncio.WriteTransport)
         pipe.write(message)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import RewardError
 from penstock.reward.drought import Drought
 from penstock.reward.faults import FaultLog
-from penstock.reward.functions import load_function, normalise
+from penstock.reward.functions import RewardFunction, load_function, normalise
 from penstock.reward.processes import VerifierProcesses
 from penstock.reward.threads import VerifierThreads
 from penstock.sample import Sample, Score, Unscored
@@ -37,8 +37,9 @@ class Scorer:
 
     def __init__(
         self,
-        function_path: str,
+        function: str | RewardFunction,
         *,
+        options: Mapping[str, Any] | None = None,
         mode: str = "inline",
         processes: int = 2,
         timeout_s: float = 30.0,
@@ -47,10 +48,12 @@ class Scorer:
     ) -> None:
         """Inline mode loads the function here, process mode in `start`; both raise RewardError.
 
+        `function`: an import path or a file with a name (`load_function`); inline mode takes a loaded one as well.
+        `options`: of a function that is named, as in `reward.options`; they cross to processes as JSON.
         `output`: file that the first traceback of each distinct fault is added to and, in process mode, what the
         function prints.
         """
-        self._function_path = function_path
+        self._function_path = function if isinstance(function, str) else function.path
         self._timeout_s = timeout_s
         self._output = output
         self._faults = FaultLog(output)
@@ -62,11 +65,16 @@ class Scorer:
         self._slots = asyncio.Semaphore(concurrency)
         self._closed = False
         if mode == "process":
-            self._processes = VerifierProcesses(function_path, processes, timeout_s, output=output)
+            if not isinstance(function, str):
+                raise RewardError(
+                    f"the reward function '{function.path}' is an object of this process; mode 'process' loads it in "
+                    "others and needs its import path: 'package.module:function' or './my_reward.py:function'"
+                )
+            self._processes = VerifierProcesses(function, processes, timeout_s, output=output, options=options)
             return
         if mode != "inline":
             raise RewardError(f"reward.mode is '{mode}'; it must be inline or process")
-        self._function = load_function(function_path)
+        self._function = load_function(function, options) if isinstance(function, str) else function
         if not self._function.is_async:
             threads = min(INLINE_THREADS, concurrency)
             self._threads = VerifierThreads(self._function.call, threads, timeout_s, faults=self._faults)

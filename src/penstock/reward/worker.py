@@ -17,10 +17,12 @@ import signal
 import sys
 import threading
 import traceback
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import msgspec
 
 from penstock.errors import PenstockError
-from penstock.reward.crossing import LENGTH, Done, Job, Ready, Refused, Reply, decode_job, encode, sample_of
+from penstock.reward.crossing import LENGTH, Ask, Done, Job, Ready, Refused, Reply, decode_job, encode, sample_of
 from penstock.reward.faults import Faults
 from penstock.reward.functions import RewardFunction, load_function, normalise
 from penstock.sample import Score
@@ -34,10 +36,11 @@ EXIT_REFUSED = 3
 def main(function_path: str, parent_pid: int) -> int:
     jobs_in, replies_out = _own_descriptors()
     _die_with_parent(parent_pid)
-    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    options = _read_options(jobs_in)
+    jobs: queue.SimpleQueue[Job | Ask] = queue.SimpleQueue()
     threading.Thread(target=_read_jobs, args=(jobs_in, jobs), name="penstock-jobs", daemon=True).start()
     try:
-        function = load_function(function_path)
+        function = load_function(function_path, options)
     except PenstockError as error:
         _send(replies_out, Refused(str(error)))
         return EXIT_REFUSED
@@ -45,15 +48,18 @@ def main(function_path: str, parent_pid: int) -> int:
     faults = Faults()
     with asyncio.Runner() as runner:
         while True:
-            _send(replies_out, _score(runner, function, jobs.get(), faults))
+            _send(replies_out, _done(runner, function, jobs.get(), faults))
 
 
-def _score(runner: asyncio.Runner, function: RewardFunction, job: Job, faults: Faults) -> Done:
-    sample = sample_of(job)
+def _done(runner: asyncio.Runner, function: RewardFunction, job: Job | Ask, faults: Faults) -> Done:
+    sample = sample_of(job) if isinstance(job, Job) else None
     try:
-        returned = function.call(sample)
+        given = sample if isinstance(job, Job) else msgspec.json.decode(job.body)
+        returned = function.call(given)
         if inspect.isawaitable(returned):
             returned = runner.run(_awaited(returned))
+        if sample is None:
+            return Done(job.number, answer=msgspec.json.encode(returned))
         result = normalise(returned)
     except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # noqa: BLE001
         # Whatever a reward function raises is its sample's cause, and no reason for the worker to end.
@@ -98,7 +104,16 @@ def _end_group() -> None:
     os._exit(1)
 
 
-def _read_jobs(jobs_in: BinaryIO, jobs: queue.SimpleQueue[Job]) -> None:
+def _read_options(jobs_in: BinaryIO) -> dict[str, Any]:
+    """The function's options, which come before all jobs."""
+    head = jobs_in.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        _end_group()
+    options: dict[str, Any] = msgspec.json.decode(jobs_in.read(LENGTH.unpack(head)[0]))
+    return options
+
+
+def _read_jobs(jobs_in: BinaryIO, jobs: queue.SimpleQueue[Job | Ask]) -> None:
     try:
         while len(head := jobs_in.read(LENGTH.size)) == LENGTH.size:
             jobs.put(decode_job(jobs_in.read(LENGTH.unpack(head)[0])))

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import MissingExtra, RewardError
 from penstock.reward import Sample, Score
-from penstock.reward.verifiers import _task, exact_match, random_reward, reasoning_gym_exact
+from penstock.reward.verifiers.general import _task, exact_match, random_reward, reasoning_gym_exact
 
 
 @pytest.fixture

@@ -1,8 +1,4 @@
-"""Reward functions that come with Penstock, and the model for one's own.
-
-Each takes a finished sample and returns a Score. They decide what a right answer is; who calls them, where and with
-what deadline is the scorer's business.
-"""
+"""Verifiers that need nothing but the row: an exact answer, a task's own scorer, and chance for a control run."""
 
 from __future__ import annotations
 
