@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from penstock.reward.gate import LearnedCap, Sent
 from penstock.reward.pacer import LearnedRate, Meter, ToldRate
 
 
@@ -169,9 +170,9 @@ def test_a_coarse_retry_after_makes_the_learned_pace_stay_below_the_estimate() -
 
 def test_a_told_rate_follows_what_the_headers_say_is_left() -> None:
     told = ToldRate()
-    total = told.take(0.0)
+    told.take(0.0)
     assert told.ready_at(0.0) == 0.0, "nothing is told yet"
-    told.told(0.2, 0.0, total, limit=20, remaining=0, reset_s=2.0)
+    told.told(0.2, 0.0, 0, limit=20, remaining=0, reset_s=2.0)
     assert told.known
     assert 9.0 <= told.rate <= 10.0
     # 0.2 s have passed since the request left: two units are back.
@@ -182,10 +183,9 @@ def test_a_told_rate_follows_what_the_headers_say_is_left() -> None:
 
 def test_requests_sent_since_are_taken_from_what_the_headers_said() -> None:
     told = ToldRate()
-    first = told.take(0.0)
-    for _ in range(10):
+    for _ in range(11):
         told.take(0.0)
-    told.told(0.0, 0.0, first, limit=20, remaining=10, reset_s=100.0)
+    told.told(0.0, 0.0, 10, limit=20, remaining=10, reset_s=100.0)
     assert told.ready_at(0.0) > 0.0, "ten were left when the first was admitted, and ten have gone since"
 
 
@@ -203,3 +203,15 @@ def test_a_stalled_client_does_not_take_silence_for_consent() -> None:
         left += 1
     assert learned.pace <= 2.5 * rate
     assert left <= 2.5 * rate * 0.1 + 5
+
+
+def test_a_few_rejections_of_a_declared_rate_are_not_taken_for_a_cap() -> None:
+    gate = LearnedCap(1024, trusted_rate=True)
+    sent = [Sent(0.02 * n, 10 + n, 0.0) for n in range(2 * LearnedCap.RUN)]
+    for request in sent:
+        gate.sent(request)
+    for request in sent[: LearnedCap.RUN - 1]:
+        assert not gate.rejected(request, 1.0)
+    assert gate.cap == 1024
+    assert gate.rejected(sent[LearnedCap.RUN - 1], 1.0), "a long run of them is one"
+    assert gate.cap < 2 * LearnedCap.RUN

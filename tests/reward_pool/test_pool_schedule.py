@@ -245,7 +245,7 @@ def test_a_final_answer_is_not_retried() -> None:
 
 
 def test_retries_over_the_budget_wait_for_it_and_are_not_lost() -> None:
-    scheduler = one(PoolOptions(retry_share=0.0, retry_reserve=1, breaker_failures=1000))
+    scheduler = one(PoolOptions(retry_share=0.0, retry_reserve=1, breaker_failures=1000, hedge_share=0))
     jobs = [scheduler.submit(n, 0.0) for n in range(2)]
     for attempt in scheduler.dispatch(0.0):
         scheduler.report(attempt, BROKEN, 0.0)

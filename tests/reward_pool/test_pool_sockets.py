@@ -10,6 +10,7 @@ import subprocess
 import threading
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from penstock.errors import ConfigError, PoolError
@@ -17,8 +18,8 @@ from penstock.reward.failures import BudgetSpent, DeadlinePassed, JobFailed, NoE
 from penstock.reward.limits import Endpoint, PoolConfig, PoolOptions
 from penstock.reward.pool import ComputePool
 from penstock.reward.report import AttemptEnded, prometheus_text
-from penstock.reward.retry import Kind
-from penstock.reward.transport import FunctionTransport, HttpTransport
+from penstock.reward.retry import Kind, Outcome
+from penstock.reward.transport import FunctionTransport, HttpTransport, Reply
 from penstock.simulate.provider_server import ProviderServer
 from penstock.simulate.providers import Provider
 
@@ -423,3 +424,64 @@ def test_a_transport_of_the_users_own_can_replace_http() -> None:
 
     asyncio.run(one())
     assert http.sent == 1
+
+
+async def test_a_users_hook_decides_what_an_answer_or_an_error_means() -> None:
+    seen: list[tuple[int, str]] = []
+
+    def classify(outcome: Outcome, reply: Reply | None) -> Kind | None:
+        seen.append((outcome.status, type(outcome.error).__name__))
+        if reply is not None and "hello" in reply.value["choices"][0]["message"]["content"]:
+            return Kind.BROKEN if len(seen) == 1 else None
+        return Kind.FINAL if isinstance(outcome.error, aiohttp.ServerDisconnectedError) else None
+
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url)], classify=classify) as pool:
+        assert await ask(pool) == "echo: hello"
+        assert server.requests == 2, "an answer that the hook calls broken is asked for again"
+        with pytest.raises(JobFailed, match="closed without an answer"):
+            await pool.chat(model="fault-closed", messages=USER)
+        assert server.requests == 3, "and an error that it calls final is not"
+    assert seen == [(200, "NoneType"), (200, "NoneType"), (0, "ServerDisconnectedError")]
+
+
+async def test_a_hook_that_raises_fails_its_job_by_name() -> None:
+    def classify(outcome: Outcome, reply: Reply | None) -> Kind | None:
+        raise RuntimeError("hook")
+
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url)], ONCE, classify=classify) as pool:
+        with pytest.raises(JobFailed, match="RuntimeError: hook"):
+            await ask(pool)
+
+
+async def test_attempts_are_made_in_the_callers_own_task_and_the_pool_cancels_none_of_its_own_accord() -> None:
+    tasks: list[object] = []
+
+    async def slow_once(body: dict) -> str:
+        tasks.append(asyncio.current_task())
+        if len(tasks) == 1:
+            await asyncio.sleep(60)
+        return "answer"
+
+    pool = ComputePool([Endpoint("local:f")], transports={"local:f": FunctionTransport(slow_once)})
+    async with pool:
+        pool.reload(PoolConfig((Endpoint("local:f"),), PoolOptions(hedge_share=1.0)))
+        reply = await pool.request("/f", {}, hedge_after_s=0.01)
+        mine = asyncio.current_task()
+        assert reply.value == "answer"
+        assert tasks[0] is mine
+        assert tasks[1] is not mine, "a hedge has a task of its own"
+        assert mine is not None
+        assert mine.cancelling() == 0, "the attempt that lost is cancelled, the caller is not"
+
+
+async def test_a_caller_cancelled_as_its_attempt_is_granted_gives_the_place_back() -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url, concurrency=1)]) as pool:
+        first = asyncio.create_task(pool.chat(model="fault-silent", messages=USER))
+        second = asyncio.create_task(ask(pool))
+        await server.arrived(1)
+        first.cancel()
+        while pool.running:  # the first lets go, and in the same step the second is granted its place
+            await asyncio.sleep(0)
+            second.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+        assert await ask(pool, deadline_s=20) == "echo: hello"

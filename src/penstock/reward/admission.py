@@ -74,6 +74,7 @@ class Admission:
         self.in_flight = 0
         self.admitted = 0
         self.turned_away = 0
+        self._sent_tokens = 0.0
         self._pause_s = self.OVERLOAD_S
         self._paused_until = -math.inf
 
@@ -127,8 +128,12 @@ class Admission:
         if self.tokens is not None:
             self.tokens.take(now, tokens)
         sent.number = self.learned.take(now)
-        sent.told_requests = self.told_requests.take(now)
-        sent.told_tokens = self.told_tokens.take(now, tokens)
+        self._sent_tokens += tokens
+        sent.told_requests, sent.told_tokens = self.admitted, self._sent_tokens
+        if self.told_requests.limit < math.inf:
+            self.told_requests.take(now)
+        if self.told_tokens.limit < math.inf:
+            self.told_tokens.take(now, tokens)
         self.gate.sent(sent)
         self.breaker.sent()
         return sent
@@ -139,41 +144,40 @@ class Admission:
         kind = outcome.kind
         if outcome.told is not None:
             self._told(sent, now, outcome)
-        if kind is Kind.TURNED_AWAY:
-            self._refused(sent, now, outcome.retry_after_s)
-        elif kind is Kind.CANCELLED:
-            self.breaker.probe_lost(now)
-        elif kind is Kind.SPENT:
-            self.breaker.spent(now)
-        elif kind is Kind.BROKEN:
-            if self.breaker.failed(now):
-                self.gate.lost()
-            if outcome.retry_after_s:
-                self._paused_until = max(self._paused_until, now + outcome.retry_after_s)
-        else:
+        if kind is Kind.DONE or kind is Kind.FINAL:
             self.breaker.succeeded()
             self._pause_s = self.OVERLOAD_S
             self.gate.accepted(sent)
             if kind is Kind.DONE:
                 self.latency.add(now - sent.sent_at)
-        self._refund(sent, now, outcome)
+        elif kind is Kind.TURNED_AWAY:
+            self._refused(sent, now, outcome.retry_after_s)
+        elif kind is Kind.CANCELLED:
+            self.breaker.probe_lost(now)
+        elif kind is Kind.SPENT:
+            self.breaker.spent(now)
+        else:
+            if self.breaker.failed(now):
+                self.gate.lost()
+            if outcome.retry_after_s:
+                self._paused_until = max(self._paused_until, now + outcome.retry_after_s)
+        if self.tokens is not None:
+            self._refund(self.tokens, sent, now, outcome)
 
-    def _refund(self, sent: Sent, now: float, outcome: Outcome) -> None:
-        if self.tokens is None:
-            return
+    def _refund(self, tokens: Meter, sent: Sent, now: float, outcome: Outcome) -> None:
         used = outcome.tokens
         if outcome.kind is Kind.TURNED_AWAY or (outcome.kind is Kind.CANCELLED and self.endpoint.refunds_cancelled):
             used = 0.0
         if used is not None and used != sent.tokens:
-            self.tokens.settle(now, sent.sent_at, sent.tokens - used)
+            tokens.settle(now, sent.sent_at, sent.tokens - used)
 
     def _told(self, sent: Sent, now: float, outcome: Outcome) -> None:
         assert outcome.told is not None
         requests, tokens = outcome.told
         if requests is not None:
-            self.told_requests.told(now, sent.sent_at, sent.told_requests, *requests)
+            self.told_requests.told(now, sent.sent_at, self.admitted - sent.told_requests, *requests)
         if tokens is not None:
-            self.told_tokens.told(now, sent.sent_at, sent.told_tokens, *tokens)
+            self.told_tokens.told(now, sent.sent_at, self._sent_tokens - sent.told_tokens, *tokens)
 
     def _refused(self, sent: Sent, now: float, retry_after_s: float | None) -> None:
         """Finds the law that explains a rejection, and teaches that one only."""

@@ -76,6 +76,10 @@ class LearnedCap:
     """Answers between two attempts at one more than the cap; doubled after each that fails, up to 8 caps' worth."""
     BLUR = 1.05
     """What was in flight is known to about this factor: answers on their way back no longer take up a place."""
+    RUN = 12
+    """Rejections among the recent requests from which a cap is looked for although the rate is declared. A provider that
+    stalls for half a second turns away a few of those that it then finds waiting, whatever their pace was; a cap a
+    quarter below what the rate asks for turns away a quarter, again and again."""
     CONTRADICTIONS = 2
     DOUBT_S = 20.0
     """After this long a cap is thought possible again: services change."""
@@ -148,7 +152,7 @@ class LearnedCap:
             if now - self._doubted_at < self.DOUBT_S:
                 return False
             self.is_rate, self._contradictions = False, 0
-        if self._trusted_rate and sum(1 for other in self._recent if other.rejected) < 3:
+        if self._trusted_rate and sum(1 for other in self._recent if other.rejected) < self.RUN:
             return False
         if self._contradicts(sent, now):
             self._contradictions += 1

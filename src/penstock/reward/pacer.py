@@ -144,7 +144,7 @@ class ToldRate:
     subtracted, and the time since then is added at the rate that `limit`, `remaining` and `reset` imply.
     """
 
-    __slots__ = ("_level", "_sent", "_updated_at", "held_until", "limit", "rate")
+    __slots__ = ("_level", "_updated_at", "held_until", "limit", "rate")
 
     def __init__(self) -> None:
         self.limit = math.inf
@@ -152,7 +152,6 @@ class ToldRate:
         self.held_until = -math.inf
         self._level = math.inf
         self._updated_at = -math.inf
-        self._sent = 0.0
 
     @property
     def known(self) -> bool:
@@ -174,18 +173,16 @@ class ToldRate:
         missing = min(amount, self.limit) - self._level
         return max(now if missing <= _SLACK else now + missing / self.rate, self.held_until)
 
-    def take(self, now: float, amount: float = 1.0) -> float:
-        """Counts a request; returns the running total, which `told` needs to know what was sent since."""
+    def take(self, now: float, amount: float = 1.0) -> None:
+        """Counts a request."""
         if self.limit < math.inf:
             self._refill(now)
             self._level -= amount
-        self._sent += amount
-        return self._sent
 
     def told(
-        self, now: float, sent_at: float, sent_total: float, limit: float, remaining: float, reset_s: float | None
+        self, now: float, sent_at: float, since: float, limit: float, remaining: float, reset_s: float | None
     ) -> None:
-        """Takes over what the answer to the request sent at `sent_at` said."""
+        """Takes over what the answer to the request sent at `sent_at` said; `since` units have been sent after it."""
         used = limit - remaining
         if reset_s and used > 0:
             # `remaining` is rounded down: what is used is half a unit less on average, and up to a whole one.
@@ -195,7 +192,6 @@ class ToldRate:
             self.rate = rate if changed else self.rate + trust * (rate - self.rate)
         self.limit = limit
         if self.known:
-            since = self._sent - sent_total
             self._level = min(limit, remaining - since + max(0.0, now - sent_at) * self.rate)
             self._updated_at = now
 

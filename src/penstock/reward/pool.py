@@ -1,9 +1,8 @@
-"""The compute pool at work: the scheduler's decisions carried out on an event loop.
+"""The compute pool: many rate-limited services as one.
 
-Owns what `schedule` refuses to: the clock, one timer, one task for each attempt, the transports. It decides nothing
-itself. A job is answered by the caller's own future, so a queued job costs no task. One pool serves callers on any
-event loop and any thread: the first loop that uses it is its home, calls from elsewhere are carried over; when the home
-loop is closed, the next caller's becomes it.
+What callers use, and its life; what happens on the loop is `running`'s, and every decision is `schedule`'s. One pool
+serves callers on any event loop and any thread: the first loop that uses it is its home, calls from elsewhere are
+carried over; when the home loop is closed, the next caller's becomes it.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ import msgspec
 
 from penstock.errors import ConfigError, PoolError
 from penstock.reward.cache import AnswerCache, SingleFlight, content_key
-from penstock.reward.failures import JobFailed, PoolClosed
-from penstock.reward.jobs import Attempt, Job
+from penstock.reward.failures import PoolClosed
+from penstock.reward.jobs import Job
 from penstock.reward.limits import Endpoint, PoolConfig, PoolOptions, load_pool, read_key
 from penstock.reward.report import AttemptEnded, EndpointRow, rows_of
-from penstock.reward.retry import Kind, Outcome
+from penstock.reward.running import Call, Classify, Runner
 from penstock.reward.schedule import Scheduler
 from penstock.reward.transport import HttpTransport, Reply, Request, Transport, lines_of
 
@@ -34,28 +33,16 @@ __all__ = ["ComputePool"]
 _T = TypeVar("_T")
 STREAM_AHEAD = 64
 """Pieces of a streamed body that may wait for the reader before the provider's are left in the socket."""
-CANCELLED = Outcome(Kind.CANCELLED, "cancelled")
-
-
-class _Call:
-    """A job's payload: the question, and where the answer goes."""
-
-    __slots__ = ("future", "pieces", "reply", "request")
-
-    def __init__(self, request: Request, future: asyncio.Future[Reply], pieces: asyncio.Queue[bytes] | None) -> None:
-        self.request = request
-        self.future = future
-        self.pieces = pieces
-        self.reply: Reply | None = None
 
 
 class ComputePool:
     """Many rate-limited services as one. Safe to share between tasks, event loops and threads.
 
     `transports` maps an endpoint's url (such as `local:sandbox`) to what reaches it; others go over HTTP. `on_event` is
-    called with an `AttemptEnded` for each attempt, on the pool's loop; it must be quick. With `single_flight`, equal
-    requests in flight are sent once (wrong for sampled answers that are meant to differ, so off unless asked for); with
-    a `cache`, answers are kept on disk, too.
+    called with an `AttemptEnded` for each attempt, on the pool's loop; it must be quick. `classify(outcome, reply)`
+    says what an attempt's end means: a `Kind`, or None to leave it as it is. With `single_flight`, equal requests in flight
+    are sent once (wrong for sampled answers that are meant to differ, so off unless asked for); with a `cache`, answers
+    are kept on disk, too.
     """
 
     def __init__(
@@ -64,6 +51,7 @@ class ComputePool:
         options: PoolOptions | None = None,
         transports: Mapping[str, Transport] | None = None,
         on_event: Callable[[AttemptEnded], None] | None = None,
+        classify: Classify | None = None,
         http: Transport | None = None,
         single_flight: bool = False,
         cache: AnswerCache | None = None,
@@ -75,19 +63,20 @@ class ComputePool:
         self._http: Transport = http if http is not None else HttpTransport()
         self._check(declared)
         self._scheduler = Scheduler(declared, options or PoolOptions())
-        self._on_event = on_event
+        self._runner = Runner(self._scheduler, self._transport_of, on_event, classify)
         self._flights = SingleFlight() if single_flight or cache is not None else None
         self._cache = cache
         self._loop: asyncio.AbstractEventLoop | None = None
         self._binding = threading.Lock()
-        self._timer: asyncio.TimerHandle | None = None
-        self._idle: asyncio.Event | None = None
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], **kwargs: Any) -> ComputePool:
         """A pool as declared in a file; see `limits.load_pool`."""
         config = load_pool(path)
         return cls(config.endpoints, config.pool, **kwargs)
+
+    def _transport_of(self, url: str) -> Transport:
+        return self._transports.get(url, self._http)
 
     def _check(self, endpoints: Sequence[Endpoint]) -> None:
         for endpoint in endpoints:
@@ -119,6 +108,8 @@ class ComputePool:
         return await self._named("/rerank", {"model": model, "query": query, "documents": documents}, params)
 
     async def _named(self, path: str, body: dict[str, Any], params: dict[str, Any]) -> Any:
+        if _OWN_OPTIONS.isdisjoint(params):
+            return (await self.request(path, {**body, **params})).value
         own = {name: params.pop(name) for name in _OWN_OPTIONS & params.keys()}
         return (await self.request(path, {**body, **params}, **own)).value
 
@@ -144,16 +135,12 @@ class ComputePool:
         if self._flights is not None:
             work = self._once(request, priority, deadline_s, estimated_tokens, attempts, hedge_after_s)
             return await self._at_home(work)
-        if home is not asyncio.get_running_loop():
-            work = self._request(request, priority, deadline_s, estimated_tokens, attempts, hedge_after_s)
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, home))
-        call = _Call(request, home.create_future(), None)
-        job = self._submit(call, priority, deadline_s, estimated_tokens, attempts, hedge_after_s)
-        try:
-            return await call.future
-        except asyncio.CancelledError:
-            self._cancel(job)
-            raise
+        if home is asyncio.get_running_loop():
+            call = Call(request)
+            job = self._submit(call, priority, deadline_s, estimated_tokens, attempts, hedge_after_s)
+            return await self._runner.answer(call, job)
+        work = self._request(request, priority, deadline_s, estimated_tokens, attempts, hedge_after_s)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, home))
 
     async def stream(
         self, path: str, body: dict[str, Any], *, priority: float = 0.0, deadline_s: float | None = None
@@ -175,9 +162,9 @@ class ComputePool:
         if loop is not asyncio.get_running_loop():
             raise ConfigError("a stream has to be read on the loop that the pool runs on")
         pieces: asyncio.Queue[bytes] = asyncio.Queue(STREAM_AHEAD)
-        call = _Call(Request(path, body, stream=True), loop.create_future(), pieces)
+        call = Call(Request(path, body, stream=True), pieces)
+        ended = call.waiter = loop.create_future()
         job = self._submit(call, priority, deadline_s, None, None, None)
-        ended = asyncio.ensure_future(call.future)
         try:
             while True:
                 following = asyncio.ensure_future(pieces.get())
@@ -188,9 +175,10 @@ class ComputePool:
                 yield following.result()
             while not pieces.empty():
                 yield pieces.get_nowait()
-            ended.result()
+            if call.error is not None:
+                raise call.error
         finally:
-            self._cancel(job)
+            self._runner.cancel(job)
 
     async def _request(
         self,
@@ -201,14 +189,10 @@ class ComputePool:
         attempts: int | None,
         hedge_after_s: float | None,
     ) -> Reply:
-        """`request` for a caller on another loop, run on this one."""
-        call = _Call(request, asyncio.get_running_loop().create_future(), None)
+        """`request` on the pool's own loop."""
+        call = Call(request)
         job = self._submit(call, priority, deadline_s, tokens, attempts, hedge_after_s)
-        try:
-            return await call.future
-        except asyncio.CancelledError:
-            self._cancel(job)
-            raise
+        return await self._runner.answer(call, job)
 
     async def _once(self, request: Request, *options: Any) -> Reply:
         """One request, unless an equal one is in flight or its answer is in the cache."""
@@ -234,17 +218,9 @@ class ComputePool:
         with self._binding:
             if self._loop is None or self._loop.is_closed():
                 if self._loop is not None:
-                    self._abandon()
-                self._loop = asyncio.get_running_loop()
+                    self._runner.abandon()
+                self._loop = self._runner.loop = asyncio.get_running_loop()
         return self._loop
-
-    def _abandon(self) -> None:
-        """The home loop was closed under us: what was in flight there is over and nobody waits for it."""
-        self._timer = None
-        for attempt in list(self._scheduler.attempts()):
-            self._scheduler.cancel(attempt.job)
-            self._scheduler.report(attempt, CANCELLED, 0.0)
-        self._scheduler.take_finished()
 
     async def _at_home(self, work: Coroutine[Any, Any, _T]) -> _T:
         home = self._bind()
@@ -254,7 +230,7 @@ class ComputePool:
 
     def _submit(
         self,
-        call: _Call,
+        call: Call,
         priority: float,
         deadline_s: float | None,
         tokens: float | None,
@@ -278,94 +254,8 @@ class ComputePool:
             hedge_after_s=math.inf if call.pieces is not None else hedge_after_s,
             patient=deadline_s is None,
         )
-        self._pump()
+        self._runner.pump()
         return job
-
-    def _pump(self) -> None:
-        """Starts what may start, ends what is over, and sets the timer for the next look."""
-        loop = self._loop
-        assert loop is not None
-        scheduler, now = self._scheduler, loop.time()
-        for attempt in scheduler.overdue(now):
-            self._stop(attempt)
-        for attempt in scheduler.dispatch(now):
-            attempt.handle = loop.create_task(self._attempt(attempt))
-        for job in scheduler.take_finished():
-            self._resolve(job)
-        wake = scheduler.wake_at(now)
-        timer = self._timer
-        if timer is not None and (timer.cancelled() or timer.when() > wake or timer.when() <= now):
-            timer.cancel()
-            timer = self._timer = None
-        if timer is None and wake < math.inf:
-            self._timer = loop.call_at(wake, self._wake)
-        if self._idle is not None and not scheduler.running:
-            self._idle.set()
-
-    def _wake(self) -> None:
-        self._timer = None
-        self._pump()
-
-    async def _attempt(self, attempt: Attempt) -> None:
-        """One attempt's task. It never raises: how it ended is reported, its own cancellation included."""
-        endpoint, call = attempt.place.endpoint, attempt.job.payload
-        transport = self._transports.get(endpoint.url, self._http)
-        chunk = call.pieces.put if call.pieces is not None else None
-        try:
-            outcome, reply = await transport.send(endpoint, call.request, endpoint.timeout_s, chunk)
-        except asyncio.CancelledError:
-            outcome, reply = CANCELLED, None
-        except Exception as error:  # noqa: BLE001 - a transport's bug fails this job alone, by name
-            outcome, reply = Outcome(Kind.FINAL, f"transport raised {type(error).__name__}: {error}"), None
-        if outcome.kind is Kind.DONE:
-            call.reply = reply
-        self._ended(attempt, outcome)
-
-    def _stop(self, attempt: Attempt) -> None:
-        """Cancels an attempt. A task that has not begun never will, so its end is reported from outside."""
-        task: asyncio.Task[None] = attempt.handle
-        task.cancel()
-        task.add_done_callback(lambda _: self._ended(attempt, CANCELLED))
-
-    def _ended(self, attempt: Attempt, outcome: Outcome) -> None:
-        assert self._loop is not None
-        if attempt.handle is None:
-            return
-        attempt.handle = None
-        now = self._loop.time()
-        if self._on_event is not None:
-            self._tell(self._on_event, attempt, outcome, now)
-        for loser in self._scheduler.report(attempt, outcome, now):
-            self._stop(loser)
-        self._pump()
-
-    def _tell(self, on_event: Callable[[AttemptEnded], None], attempt: Attempt, outcome: Outcome, now: float) -> None:
-        event = AttemptEnded.of(attempt, outcome, now)
-        try:
-            on_event(event)
-        except Exception as error:  # noqa: BLE001 - a listener's fault must not lose a job; it is told through the loop
-            assert self._loop is not None
-            self._loop.call_exception_handler({"message": "on_event of a compute pool raised", "exception": error})
-
-    @staticmethod
-    def _resolve(job: Job) -> None:
-        call: _Call = job.payload
-        future = call.future
-        if future.done():
-            return
-        if job.error is not None:
-            future.set_exception(job.error)
-            future.exception()  # a caller that left has no use for it, and needs no warning
-        elif call.reply is not None:
-            future.set_result(call.reply)
-        else:
-            future.set_exception(JobFailed("a transport said that it was done and gave no reply"))
-
-    def _cancel(self, job: Job) -> None:
-        for attempt in self._scheduler.cancel(job):
-            self._stop(attempt)
-        if self._loop is not None and not self._loop.is_closed():
-            self._pump()
 
     # Its life
 
@@ -386,35 +276,21 @@ class ComputePool:
         await self._at_home(self._close(grace_s))
 
     async def _close(self, grace_s: float) -> None:
-        self._idle = asyncio.Event()
+        idle = self._runner.idle = asyncio.Event()
         self._scheduler.close()
-        self._pump()
+        self._runner.pump()
         if self._scheduler.running:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
-                    await self._idle.wait()
-        closed = PoolClosed("the pool was shut down before the job was answered")
-        running = list(self._scheduler.attempts())
-        for attempt in running:
-            future = attempt.job.payload.future
-            self._scheduler.cancel(attempt.job)
-            self._stop(attempt)
-            if not future.done():
-                future.set_exception(closed)
-        if running:
-            await self._idle_again()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+                    await idle.wait()
+        if self._scheduler.running:
+            self._runner.give_up(PoolClosed("the pool was shut down before the job was answered"))
+            idle.clear()
+            if self._scheduler.running:  # until those that were stopped have let go of their connections
+                await idle.wait()
+        self._runner.rest()
         for transport in (self._http, *self._transports.values()):
             await transport.close()
-
-    async def _idle_again(self) -> None:
-        """Waits until the attempts that were stopped have let go of their connections."""
-        assert self._idle is not None
-        self._idle.clear()
-        if self._scheduler.running:
-            await self._idle.wait()
 
     def reload(self, source: str | os.PathLike[str] | PoolConfig) -> None:
         """Takes over another declaration, all or nothing, without losing a job; call it on the pool's loop.
@@ -430,7 +306,7 @@ class ComputePool:
         if isinstance(self._http, HttpTransport):
             self._http.forget_headers()
         if self._loop is not None:
-            self._pump()
+            self._runner.pump()
 
     def snapshot(self) -> list[EndpointRow]:
         """One row for each endpoint: in flight, rate against limit, 429s, latency, spend, health."""

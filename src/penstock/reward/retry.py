@@ -9,7 +9,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from penstock.reward.headers import Told
 
@@ -30,8 +31,7 @@ class Kind(enum.Enum):
     """Given up on our side: the other attempt of a hedge won, or the caller left."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """How one attempt ended, as far as scheduling needs to know."""
 
     kind: Kind
@@ -43,6 +43,12 @@ class Outcome:
     told: Told | None = None
     body: str = ""
     """Start of an error's text."""
+    error: BaseException | None = None
+    """The exception, where there was one."""
+
+    def of_kind(self, kind: Kind) -> Outcome:
+        """The same end, taken for something else."""
+        return msgspec.structs.replace(self, kind=kind)
 
 
 _SPENT_WORDS = (

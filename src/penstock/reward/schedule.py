@@ -44,6 +44,9 @@ PASSED_OVER = 16
 """Jobs passed over, because they broke at a place before, to find one that may go there."""
 MOST_AT_ONCE = 2
 """Second attempts of one job that may be out at the same time: a hedge can be slow, too."""
+HEDGE_LOOK_S = 0.005
+"""Between two looks for jobs to hedge, and between a place's coming free and its use for a hedge: in a closed loop of
+callers the next job is about to take it."""
 ROUTES_KNOWN = 4096
 """Model names remembered with their route; forgotten all at once beyond that (they are found again)."""
 
@@ -93,7 +96,10 @@ class Scheduler:
         if self.closed:
             raise PoolClosed("the pool is shut down and takes no more jobs")
         route = self._route(model)
-        if tokens and not any(place.admission.fits(tokens) for place in route.places):
+        for place in route.places:
+            if place.admission.tokens is None or place.admission.fits(tokens):
+                break
+        else:
             raise JobTooLarge(
                 f"a job of {tokens:.0f} tokens is above every limit of tokens a minute for model '{model}'"
             )
@@ -263,6 +269,8 @@ class Scheduler:
         if not hedge:
             job.state = State.RUNNING
             self._waiting -= 1
+            after_s = job.hedge_after_s or self.options.hedge_after_s or place.admission.latency.slow_s
+            self._hedge_at = min(self._hedge_at, now + after_s)
         self._live[attempt] = None
         return attempt
 
@@ -305,7 +313,7 @@ class Scheduler:
             job.hedges += 1
             self.hedges += 1
             started.append(self._start(job, place, now, hedge=True))
-        self._hedge_at = following
+        self._hedge_at = max(following, now + HEDGE_LOOK_S)
 
     def _slow_s(self, attempt: Attempt) -> float:
         """Age at which an attempt is slow: for its endpoint, or 0 where another one needs less than half of its time.
@@ -356,7 +364,8 @@ class Scheduler:
         place.count(outcome)
         del self._live[attempt]
         job.live = tuple(other for other in job.live if other is not attempt)
-        self._hedge_at = min(self._hedge_at, now) if self._hedge_at == math.inf else self._hedge_at
+        if len(self.places) > 1 or self._hedge_at == math.inf:
+            self._hedge_at = min(self._hedge_at, now + HEDGE_LOOK_S)
         self._pay(attempt, outcome)
         if job.state is State.RESOLVED:
             return ()
@@ -373,7 +382,7 @@ class Scheduler:
             job.attempts += 1
         job.outcome = outcome
         if job.live:
-            self._hedge_at = -math.inf  # the other attempt goes on, and may want company again
+            self._hedge_at = min(self._hedge_at, now + HEDGE_LOOK_S)  # the other attempt may want company again
             return ()
         self._again(job, outcome, place, now)
         return ()

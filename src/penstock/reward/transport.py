@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import aiohttp
 import msgspec
+from multidict import CIMultiDict
 from yarl import URL
 
 from penstock.reward.headers import retry_after_s, told_limits
@@ -83,7 +84,7 @@ class HttpTransport:
     def __init__(self, ssl_context: ssl.SSLContext | None = None) -> None:
         self._ssl = ssl_context
         self._session: aiohttp.ClientSession | None = None
-        self._headers: dict[str, dict[str, str]] = {}
+        self._headers: dict[str, CIMultiDict[str]] = {}
         self._urls: dict[tuple[str, str], URL] = {}
         self._timeouts: dict[tuple[float, float], aiohttp.ClientTimeout] = {}
 
@@ -123,10 +124,10 @@ class HttpTransport:
             url = self._urls[endpoint.url, path] = URL(base + path)
         return url
 
-    def _header(self, endpoint: Endpoint) -> dict[str, str]:
+    def _header(self, endpoint: Endpoint) -> CIMultiDict[str]:
         headers = self._headers.get(endpoint.label)
         if headers is None:
-            headers = {"Content-Type": "application/json", **endpoint.headers}
+            headers = CIMultiDict({"Content-Type": "application/json", **endpoint.headers})
             if key := read_key(endpoint):
                 headers["Authorization"] = f"Bearer {key}"
             self._headers[endpoint.label] = headers
@@ -150,7 +151,7 @@ class HttpTransport:
             finally:
                 response.release()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            return Outcome(Kind.BROKEN, _cause(error, timeout_s)), None
+            return Outcome(Kind.BROKEN, _cause(error, timeout_s), error=error), None
 
     async def _stream(
         self, response: aiohttp.ClientResponse, chunk: Callable[[bytes], Awaitable[None]]
@@ -163,7 +164,7 @@ class HttpTransport:
                 await chunk(piece)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             kind = Kind.FINAL if begun else Kind.BROKEN
-            return Outcome(kind, f"stream broke off: {_cause(error, 0.0)}", response.status), None
+            return Outcome(kind, f"stream broke off: {_cause(error, 0.0)}", response.status, error=error), None
         told = told_limits(response.headers, time.time())
         return Outcome(Kind.DONE, status=response.status, told=told), Reply(None, b"", response.status)
 
@@ -243,7 +244,8 @@ class FunctionTransport:
                 else:
                     value = await asyncio.to_thread(self._function, request.body)
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything; it becomes the outcome
-            return Outcome(kind_of_error(error, self._hook), f"{type(error).__name__}: {error}"), None
+            kind = kind_of_error(error, self._hook)
+            return Outcome(kind, f"{type(error).__name__}: {error}", error=error), None
         return Outcome(Kind.DONE), Reply(value, endpoint=endpoint.label)
 
     async def close(self) -> None:
