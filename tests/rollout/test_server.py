@@ -535,6 +535,7 @@ async def test_operators_see_instances_samples_metrics_and_health() -> None:
                     "instances_ready": 1,
                     "trainer_connected": True,
                     "waiting": False,
+                    "journal": "off",
                 }
             work = asyncio.create_task(remote.work())
             await heard.end()

@@ -37,7 +37,7 @@ class FakeRollout:
     cancelled: dict[str, str] = field(default_factory=dict)
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
-    async def publish(self, version: int, source: str) -> None:
+    async def publish(self, version: int, source: str, digest: str = "") -> None:
         self.published.append(version)
 
     async def submit(
@@ -118,7 +118,7 @@ class FakeStore:
 
     def publish(self, version: int, tensors: Iterable[NamedTensor], config_json: str) -> Any:
         self.versions[version] = {name: bytes(data) for name, _, _, data in tensors}
-        return SimpleNamespace(raw_nbytes=sum(map(len, self.versions[version].values())))
+        return SimpleNamespace(raw_nbytes=sum(map(len, self.versions[version].values())), digest=f"weights {version}")
 
 
 @dataclass

@@ -104,8 +104,8 @@ class House:
             (name, safetensors_dtype(tensor), tuple(tensor.shape), tensor_bytes(tensor))
             for name, tensor in model.state_dict().items()
         ]
-        self.store.publish(version, tensors, model.config.to_json_string())
-        await self.client.publish(version, self.source)
+        manifest = self.store.publish(version, tensors, model.config.to_json_string())
+        await self.client.publish(version, self.source, manifest.digest)
 
     async def submit(
         self, batch: str, prompts: Sequence[Prompt], samples_per_prompt: int, sampling: Sampling, version: int = 0

@@ -34,6 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--frame-steps", type=int, default=8, help="decode steps in one token frame (default 8)")
     parser.add_argument("--max-pending", type=int, default=16, help="samples waiting at one instance (default 16)")
+    parser.add_argument("--journal", type=Path, metavar="DIR", help="keep samples here, so that the manager may die")
+    parser.add_argument(
+        "--journal-fsync",
+        choices=("never", "interval", "always"),
+        default="interval",
+        help="when the disk is waited for: not at all, once a second, before anybody is answered (default interval)",
+    )
+    parser.add_argument("--journal-max-mib", type=int, default=16384, help="most that it may have (default 16384)")
+    parser.add_argument(
+        "--trainer-grace-s", type=float, default=300.0, help="batches outlive a lost trainer so long (default 300)"
+    )
     parser.add_argument("--ready-file", type=Path, help="written once listening: JSON with url and pid")
     parser.add_argument("--exit-with-stdin", action="store_true", help="leave when standard input closes")
 
@@ -71,6 +82,8 @@ def _check(args: argparse.Namespace) -> None:
         ("hold_off_s", 0, 3600),
         ("frame_steps", 1, 1 << 16),
         ("max_pending", 0, 1 << 20),
+        ("journal_max_mib", 1, 1 << 24),
+        ("trainer_grace_s", 0, 1e6),
     ):
         value = getattr(args, name)
         if not low <= value <= high:
@@ -81,6 +94,7 @@ async def _serve(args: argparse.Namespace, token: str) -> int:
     from penstock.cli.parent import watch_stdin
     from penstock.rollout.flapping import FlapConfig
     from penstock.rollout.fleet import FleetConfig
+    from penstock.rollout.journal_file import JournalConfig
     from penstock.rollout.manager import ManagerConfig
     from penstock.rollout.server import ManagerServer, ServerConfig
 
@@ -95,13 +109,18 @@ async def _serve(args: argparse.Namespace, token: str) -> int:
         max_pending_per_instance=args.max_pending,
         max_context_tokens=args.max_context,
         max_frame_bytes=frame_bytes,
+        trainer_grace_s=args.trainer_grace_s,
     )
+    journal = None
+    if args.journal is not None:
+        journal = JournalConfig(args.journal, args.journal_fsync, max_bytes=args.journal_max_mib << 20)
     server = ManagerServer(
         ServerConfig(
             token=token,
             host=args.host,
             port=args.port,
             manager=manager,
+            journal=journal,
             max_queued_bytes=4 * frame_bytes,
         )
     )

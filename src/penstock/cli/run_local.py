@@ -156,7 +156,12 @@ class _Run:
         samples = SamplesLog(self.folder / "samples.jsonl", emit=self._emit)
         parts.callback(samples.close)
         client = RolloutClient(
-            manager_url, token, self._emit, self._take_status, max_frame_bytes=config.manager.max_frame_mib * 2**20
+            manager_url,
+            token,
+            self._emit,
+            self._take_status,
+            max_frame_bytes=config.manager.max_frame_mib * 2**20,
+            reconnect_s=config.manager.reconnect_s,
         )
         parts.callback(self._closed_in_time, edge, client.close, "the manager's socket")
         edge.run(client.connect(), "connecting to the manager", CONNECT_S)
@@ -421,6 +426,9 @@ def tokens_of_engines(log: Iterable[events.Event]) -> tuple[int | None, int | No
             drawn.append(event.tokens_drawn)
             if event.tokens_drawn:
                 exited.add(event.name)
+        elif isinstance(event, events.ManagerChanged) and event.state == "restarted":
+            # What it had of each engine when it died, nobody says.
+            return None, None
         elif isinstance(event, events.InstanceChanged) and event.after == "gone" and event.name in local:
             accepted += event.tokens_accepted
             gone.add(event.name)

@@ -1,7 +1,12 @@
 """The trainer's side of the manager's socket: batches out, finished samples in.
 
 Lives on one asyncio loop, whose tasks it belongs to; listeners are called on that loop and must not block it. Decides
-nothing about samples. When the manager is lost every open batch is told so: nothing waits for ever.
+nothing about samples.
+
+A manager that is lost is dialled again for `reconnect_s`. What it is then told is the state that it should be in, not
+what was said before: the versions that may be needed, and each open batch with the samples of it that came. So calls
+that the loss cut short need not be repeated, and no sample comes twice. Where it stays away, every open batch is told
+so: nothing waits for ever.
 """
 
 from __future__ import annotations
@@ -10,18 +15,20 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
+import secrets
+import time
 import traceback
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import aiohttp
 import msgspec
 
 from penstock.errors import AuthError, DeadlineExceeded, ProtocolMismatch, RolloutError, WireError
-from penstock.observe.events import Event, decode_event
-from penstock.sample import Finish, Prompt, VersionSpan
+from penstock.observe.events import Event, ManagerChanged, decode_event
+from penstock.rollout.received import FinishedSample, Listener, OpenBatch, finished_samples
+from penstock.sample import Prompt
 from penstock.wire import (
     MAX_FRAME_BYTES,
     PROTOCOL,
@@ -37,7 +44,6 @@ from penstock.wire import (
     SubmitBatch,
     TrainerHello,
     VersionPublished,
-    column,
     column_bytes,
     decode_from_manager,
     encode,
@@ -51,38 +57,20 @@ log = logging.getLogger("penstock.rollout")
 CONNECT_S = 15.0
 SEND_S = 60.0
 CLOSE_S = 2.0
+DIAL_FIRST_S = 0.1
+"""Pause before the second try to reach a manager that was lost; doubles up to DIAL_MOST_S."""
+DIAL_MOST_S = 2.0
+VERSIONS_TOLD = 2
+"""Versions told again to a manager that is back, besides those that open batches need."""
 MANAGER_SILENT_S = 60.0
 """The manager sends its status twice a second; one that is silent for so long is given up for dead."""
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedSample:
-    """A sample that is finished, or failed with its cause; then it has no tokens."""
-
-    prompt: int
-    """Index of the prompt, as in `Prompt.index`."""
-    replica: int
-    token_ids: array[int]
-    """i[length]"""
-    logprobs: array[float]
-    """f[length]"""
-    version_spans: tuple[VersionSpan, ...]
-    finish: Finish
-    cause: str = ""
-
-
-class Listener(Protocol):
-    """Hears of one batch, on the client's loop. After `on_done` or `on_failed` it hears no more."""
-
-    def on_samples(self, samples: list[FinishedSample]) -> None: ...
-
-    def on_done(self, done: BatchDone) -> None: ...
-
-    def on_failed(self, error: RolloutError) -> None: ...
-
-
 class RolloutClient:
-    """One connection to the manager at `url` (http://host:port). `on_event` and `on_status` are called on the loop."""
+    """The connection to the manager at `url` (http://host:port). `on_event` and `on_status` are called on the loop.
+
+    `reconnect_s`: how long a manager that is lost is dialled again; 0: not at all.
+    """
 
     def __init__(
         self,
@@ -92,6 +80,7 @@ class RolloutClient:
         on_status: Callable[[FleetStatus], None],
         name: str = "trainer",
         max_frame_bytes: int = MAX_FRAME_BYTES,
+        reconnect_s: float = 0.0,
     ) -> None:
         self._url = url.rstrip("/")
         self._token = token
@@ -99,37 +88,43 @@ class RolloutClient:
         self._on_status = on_status
         self._name = name
         self._max_frame_bytes = max_frame_bytes
+        self._reconnect_s = reconnect_s
+        self._id = secrets.token_hex(8)
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._listeners: dict[str, Listener] = {}
+        self._open: dict[str, OpenBatch] = {}
+        self._published: dict[int, VersionPublished] = {}
+        self._settled = asyncio.Event()
+        """The manager knows what it should, or is given up."""
         self._send_lock = asyncio.Lock()
         self._lost: _Lost | None = None
         self._closing = False
 
     async def connect(self) -> None:
         """Raises AuthError, ProtocolMismatch, or RolloutError where the manager can't be reached or is taken."""
-        headers = {"Authorization": f"Bearer {self._token}", PROTOCOL_HEADER: str(PROTOCOL)}
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CONNECT_S))
         try:
-            async with asyncio.timeout(CONNECT_S):
-                self._socket = await self._session.ws_connect(
-                    f"{self._url}/trainer", headers=headers, max_msg_size=0, compress=0
-                )
-        except aiohttp.WSServerHandshakeError as error:
+            await self._dial()
+        except BaseException:
             await self._session.close()
-            raise await self._refusal(error.status) from error
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            await self._session.close()
-            raise RolloutError(
-                f"can't reach the manager at {self._url}: {error or type(error).__name__}; is it running?"
-            ) from error
-        await self._send(TrainerHello(name=self._name, pid=os.getpid()))
-        self._reader = asyncio.create_task(self._read(), name="rollout client")
+            raise
+        self._settled.set()
+        self._reader = asyncio.create_task(self._live(), name="rollout client")
 
-    async def publish(self, version: int, source: str) -> None:
-        """Tells the manager that agents can pull weight version `version` from `source` (host:port)."""
-        await self._send(VersionPublished(version=version, source=source))
+    async def publish(self, version: int, source: str, digest: str = "") -> None:
+        """Tells the manager that agents can pull weight version `version` from `source` (host:port).
+
+        `digest`: of the weights' content; lets what was drawn with them outlive this trainer.
+        """
+        frame = VersionPublished(version=version, source=source, digest=digest)
+        needed = {batch.frame.version for batch in self._open.values()}
+        self._published.pop(version, None)
+        self._published[version] = frame
+        for old in list(self._published)[:-VERSIONS_TOLD]:
+            if old not in needed:
+                del self._published[old]
+        await self._send(frame)
 
     async def submit(
         self,
@@ -143,7 +138,7 @@ class RolloutClient:
         listener: Listener,
     ) -> None:
         """Asks for `samples_per_prompt` samples of each prompt, drawn with weight version `version`."""
-        if batch in self._listeners:
+        if batch in self._open:
             raise RolloutError(f"batch {batch!r} is open already; give each batch a name of its own")
         frame = SubmitBatch(
             batch=batch,
@@ -157,21 +152,21 @@ class RolloutClient:
             deadline_s=deadline_s,
         )
         # Before sending: the first samples may be back before the send returns.
-        self._listeners[batch] = listener
+        self._open[batch] = OpenBatch(frame, listener)
         try:
             await self._send(frame)
         except BaseException:
-            self._listeners.pop(batch, None)
+            self._open.pop(batch, None)
             raise
 
     async def cancel(self, batch: str, cause: str) -> None:
         """Ends a batch; its listener hears no more of it."""
-        if self._listeners.pop(batch, None) is not None:
+        if self._open.pop(batch, None) is not None:
             await self._send(CancelBatch(batch=batch, cause=cause))
 
     async def release(self, batch: str) -> None:
         """Lets the manager forget a batch that is done."""
-        if batch in self._listeners:
+        if batch in self._open:
             raise RolloutError(f"batch {batch!r} is still open; cancel it instead")
         await self._send(ReleaseBatch(batch=batch))
 
@@ -183,6 +178,9 @@ class RolloutClient:
                 async with asyncio.timeout(CLOSE_S):
                     await self._socket.close()
         if self._reader is not None:
+            if not self._settled.is_set():
+                # It is dialling, and nobody waits for that any more.
+                self._reader.cancel()
             _, late = await asyncio.wait([self._reader], timeout=CLOSE_S)
             for task in late:
                 task.cancel()
@@ -215,6 +213,23 @@ class RolloutClient:
         socket = self._socket
         if socket is None or self._closing:
             raise RolloutError("the rollout client is not connected")
+        if self._settled.is_set():
+            try:
+                await self._send_bytes(socket, frame, data)
+                return
+            except (ConnectionError, aiohttp.ClientError) as error:
+                if not self._reconnect_s:
+                    raise RolloutError(
+                        f"the connection to the manager broke: {error or type(error).__name__}"
+                    ) from error
+                # The reader is about to find out, too. What is said to a manager that is back includes this.
+                self._settled.clear()
+        await self._until_settled(type(frame).__name__)
+        if isinstance(frame, CancelBatch):
+            # The manager may have been told of the batch before this was asked for.
+            await self._send(frame)
+
+    async def _send_bytes(self, socket: aiohttp.ClientWebSocketResponse, frame: FrameToManager, data: bytes) -> None:
         try:
             async with self._send_lock, asyncio.timeout(SEND_S):
                 await socket.send_bytes(data)
@@ -222,24 +237,110 @@ class RolloutClient:
             raise DeadlineExceeded(
                 f"the manager did not take a {type(frame).__name__} of {len(data)} bytes for {SEND_S:g} s"
             ) from error
-        except (ConnectionError, aiohttp.ClientError) as error:
-            raise RolloutError(f"the connection to the manager broke: {error or type(error).__name__}") from error
 
-    async def _read(self) -> None:
-        """Reads until the connection is of no more use. Whatever ends it is what open batches and later calls get."""
+    async def _until_settled(self, what: str) -> None:
+        """Waits for a manager that is dialled again; it is then told all that matters."""
+        try:
+            async with asyncio.timeout(self._reconnect_s + CONNECT_S):
+                await self._settled.wait()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the manager at {self._url} was not back within {self._reconnect_s + CONNECT_S:g} s for a {what}"
+            ) from error
+        if self._lost is not None:
+            raise self._lost.error()
+
+    async def _dial(self) -> None:
+        """Connects and says hello. Raises as `connect` does."""
+        if self._session is None:
+            raise RolloutError("the rollout client is not connected")
+        headers = {"Authorization": f"Bearer {self._token}", PROTOCOL_HEADER: str(PROTOCOL)}
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                self._socket = await self._session.ws_connect(
+                    f"{self._url}/trainer", headers=headers, max_msg_size=0, compress=0
+                )
+                hello = TrainerHello(name=self._name, pid=os.getpid(), session=self._id, open_batches=tuple(self._open))
+                await self._socket.send_bytes(encode(hello))
+        except aiohttp.WSServerHandshakeError as error:
+            raise await self._refusal(error.status) from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise RolloutError(
+                f"can't reach the manager at {self._url}: {error or type(error).__name__}; is it running?"
+            ) from error
+
+    async def _live(self) -> None:
+        """Reads until the manager is given up. Whatever ends it is what open batches and later calls get."""
         manager = f"the manager at {self._url}"
         lost = _Lost(f"{manager} is lost: the reader was ended")
         try:
-            lost = _Lost(f"{manager} is lost: {await self._read_frames()}")
-        except WireError as error:
-            lost = _Lost(f"{manager} is lost: it sent what is no frame: {error}", error)
-        except TimeoutError as error:
-            lost = _Lost(f"{manager} is lost: it was silent for {MANAGER_SILENT_S:g} s", error)
-        except Exception as error:  # noqa: BLE001 - a listener's error is no loss of the manager, and is told as itself
-            told = "".join(traceback.format_exception_only(error)).strip()
-            lost = _Lost(f"what {manager} sent could not be taken in on this side: {told}", error)
+            while True:
+                lost = await self._read(manager)
+                if lost.final or self._closing or not self._reconnect_s:
+                    break
+                self._settled.clear()
+                given_up = await self._dial_again(lost)
+                if given_up is not None:
+                    lost = given_up
+                    break
+                self._settled.set()
         finally:
             self._give_up(_Lost(f"{manager} is lost: the client was closed") if self._closing else lost)
+
+    async def _dial_again(self, lost: _Lost) -> _Lost | None:
+        """None once the manager is back and knows what it should; else why it is given up."""
+        began, pause_s = time.monotonic(), DIAL_FIRST_S
+        try:
+            self._on_event(ManagerChanged(ts=time.time(), state="lost", cause=lost.what))
+            while True:
+                try:
+                    await self._dial()
+                    await self._restate()
+                    break
+                except (AuthError, ProtocolMismatch) as error:
+                    return _Lost(f"{lost.what}; when it was back it refused this trainer: {error}", error)
+                except (RolloutError, ConnectionError, aiohttp.ClientError) as error:
+                    if time.monotonic() - began + pause_s > self._reconnect_s:
+                        return _Lost(f"{lost.what}; it was not back within {self._reconnect_s:g} s: {error}", error)
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, DIAL_MOST_S)
+            wait_s = time.monotonic() - began
+            self._on_event(ManagerChanged(ts=time.time(), state="back", cause=lost.what, wait_s=wait_s))
+        except Exception as error:  # noqa: BLE001 - as in `_read`
+            return _of_this_side(f"the manager at {self._url}", error)
+        return None
+
+    async def _restate(self) -> None:
+        """Says all that a manager which is back should know. What is published or submitted meanwhile is in it."""
+        socket = self._socket
+        if socket is None:
+            raise RolloutError("the rollout client is not connected")
+        versions: dict[int, VersionPublished] = {}
+        batches: set[str] = set()
+        while True:
+            # Versions in the order in which they were published, and before the batches that need them.
+            frame: VersionPublished | SubmitBatch | None
+            frame = next((told for told in self._published.values() if versions.get(told.version) is not told), None)
+            if frame is not None:
+                versions[frame.version] = frame
+            else:
+                name = next((name for name in self._open if name not in batches), None)
+                if name is None:
+                    return
+                batches.add(name)
+                frame = self._open[name].again()
+            await self._send_bytes(socket, frame, encode(frame))
+
+    async def _read(self, manager: str) -> _Lost:
+        """Reads until the connection is of no more use; returns why."""
+        try:
+            return _Lost(f"{manager} is lost: {await self._read_frames()}", final=False)
+        except WireError as error:
+            return _Lost(f"{manager} is lost: it sent what is no frame: {error}", error)
+        except TimeoutError as error:
+            return _Lost(f"{manager} is lost: it was silent for {MANAGER_SILENT_S:g} s", error, final=False)
+        except Exception as error:  # noqa: BLE001 - a listener's error is no loss of the manager, and is told as itself
+            return _of_this_side(manager, error)
 
     async def _read_frames(self) -> str:
         socket = self._socket
@@ -261,19 +362,19 @@ class RolloutClient:
         # The trainer trusts its manager with size: what comes in is what it asked for.
         frame = decode_from_manager(data, limit_bytes=2**31)
         if isinstance(frame, FinishedFrame):
-            listener = self._listeners.get(frame.batch)
-            if listener is not None:
-                listener.on_samples(_samples(frame))
+            batch = self._open.get(frame.batch)
+            if batch is not None and (fresh := batch.fresh(finished_samples(frame))):
+                batch.listener.on_samples(fresh)
         elif isinstance(frame, BatchDone):
             # It stays in place until it has heard: one that fails on this is told why its batch came to nothing.
-            listener = self._listeners.get(frame.batch)
-            if listener is not None:
-                listener.on_done(frame)
-                self._listeners.pop(frame.batch, None)
+            batch = self._open.get(frame.batch)
+            if batch is not None:
+                batch.listener.on_done(frame)
+                self._open.pop(frame.batch, None)
         elif isinstance(frame, BatchFailed):
-            listener = self._listeners.pop(frame.batch, None)
-            if listener is not None:
-                listener.on_failed((DeadlineExceeded if frame.deadline else RolloutError)(frame.cause))
+            batch = self._open.pop(frame.batch, None)
+            if batch is not None:
+                batch.listener.on_failed((DeadlineExceeded if frame.deadline else RolloutError)(frame.cause))
         elif isinstance(frame, FleetStatus):
             self._on_status(frame)
         elif isinstance(frame, EventFrame):
@@ -287,10 +388,11 @@ class RolloutClient:
 
     def _give_up(self, lost: _Lost) -> None:
         self._lost = lost
-        listeners, self._listeners = self._listeners, {}
-        for batch, listener in listeners.items():
+        self._settled.set()
+        given_up, self._open = self._open, {}
+        for batch, open_batch in given_up.items():
             try:
-                listener.on_failed(lost.error(f"batch {batch}: "))
+                open_batch.listener.on_failed(lost.error(f"batch {batch}: "))
             except Exception:
                 # The others must hear of it all the same.
                 log.exception("the listener of batch %s failed on being told that %s", batch, lost.what)
@@ -302,6 +404,8 @@ class _Lost:
 
     what: str
     cause: Exception | None = None
+    final: bool = True
+    """Dialling again is no help."""
 
     def error(self, prefix: str = "") -> RolloutError:
         """A fresh error each time, since one that is raised twice collects the traces of both."""
@@ -310,41 +414,6 @@ class _Lost:
         return error
 
 
-def _samples(frame: FinishedFrame) -> list[FinishedSample]:
-    """Rows of a FinishedFrame. Raises WireError where its columns disagree."""
-    prompts = column(frame.prompts, "I").tolist()
-    rows = len(prompts)
-    replicas = column(frame.replicas, "I", rows).tolist()
-    finishes = column(frame.finishes, "B", rows).tolist()
-    lengths = column(frame.lengths, "I", rows).tolist()
-    total = sum(lengths)
-    column(frame.token_ids, "i", total)
-    column(frame.logprobs, "f", total)
-    span_counts = column(frame.span_counts, "I", rows).tolist()
-    span_versions = column(frame.span_versions, "I", sum(span_counts)).tolist()
-    span_ends = column(frame.span_ends, "I", sum(span_counts)).tolist()
-    if rows and max(finishes) >= len(Finish):
-        raise WireError(f"a finish of {max(finishes)}; the last one known is {len(Finish) - 1}")
-    samples = []
-    begin = span = 0
-    for row in range(rows):
-        end = begin + 4 * lengths[row]
-        spans, start = [], 0
-        for k in range(span, span + span_counts[row]):
-            spans.append(VersionSpan(span_versions[k], start, span_ends[k]))
-            start = span_ends[k]
-        if start != lengths[row]:
-            raise WireError(f"version spans cover {start} of the {lengths[row]} tokens of row {row}")
-        samples.append(
-            FinishedSample(
-                prompt=prompts[row],
-                replica=replicas[row],
-                token_ids=array("i", frame.token_ids[begin:end]),
-                logprobs=array("f", frame.logprobs[begin:end]),
-                version_spans=tuple(spans),
-                finish=Finish(finishes[row]),
-                cause=frame.causes.get(row, ""),
-            )
-        )
-        begin, span = end, span + span_counts[row]
-    return samples
+def _of_this_side(manager: str, error: Exception) -> _Lost:
+    told = "".join(traceback.format_exception_only(error)).strip()
+    return _Lost(f"what {manager} sent could not be taken in on this side: {told}", error)

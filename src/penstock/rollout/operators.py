@@ -15,13 +15,17 @@ __all__ = ["health", "instances", "metrics", "samples"]
 SAMPLE_STATES = ("queued", "placed", "running", "moving", "finished", "failed")
 
 
-def health(manager: Manager) -> dict[str, Any]:
-    """Whether the manager works and what it has; the only answer that needs no token, so it names nobody."""
+def health(manager: Manager, journal: str) -> dict[str, Any]:
+    """Whether the manager works and what it has; the only answer that needs no token, so it names nobody.
+
+    `journal`: "off", "running", or why it does not run.
+    """
     return {
         "status": "ok",
         "instances_ready": manager.fleet.count(State.READY),
         "trainer_connected": manager.trainer_connected,
         "waiting": bool(manager.waiting.waiting_for),
+        "journal": journal,
     }
 
 

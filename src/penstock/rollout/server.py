@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import hmac
+import secrets
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -21,6 +22,7 @@ from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 
 from penstock.errors import PenstockError, PortInUse, WireError
 from penstock.rollout import operators
+from penstock.rollout.journal_file import Journal, JournalConfig
 from penstock.rollout.logbook import Logbook
 from penstock.rollout.manager import TRAINER, Decisions, Manager, ManagerConfig
 from penstock.wire import MAX_FRAME_BYTES, PROTOCOL, FrameToManager, decode_to_manager, encode
@@ -38,6 +40,8 @@ class ServerConfig:
     port: int = 0
     """0 takes a free port."""
     manager: ManagerConfig = field(default_factory=ManagerConfig)
+    journal: JournalConfig | None = None
+    """None: what the manager knows dies with it."""
     max_queued_bytes: int = 4 * MAX_FRAME_BYTES
     """Frames that may wait for one peer to read them; beyond, the peer is dropped."""
     send_deadline_s: float = 30.0
@@ -125,7 +129,10 @@ class ManagerServer:
         if not config.token:
             raise PenstockError("the manager needs a token: set PENSTOCK_TOKEN or give --token-file")
         self.config = config
-        self.manager = Manager(config.manager, wall_offset_s=time.time() - time.monotonic())
+        # Without a journal that counts them, an epoch that no earlier manager is likely to have had.
+        epoch = secrets.randbits(22)
+        self.manager = Manager(config.manager, wall_offset_s=time.time() - time.monotonic(), epoch=epoch)
+        self._journal: Journal | None = None
         self.url = ""
         self._token = config.token.encode()
         self._logbook = Logbook()
@@ -135,7 +142,13 @@ class ManagerServer:
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Listens; returns the URL. Raises PortInUse, or PenstockError where the address can't be had."""
+        """Takes up what the journal has and listens; returns the URL.
+
+        Raises StorageError for a journal that can't be used, PortInUse, or PenstockError where the address can't be
+        had.
+        """
+        if self.config.journal is not None:
+            self._open_journal(self.config.journal)
         application = web.Application(middlewares=[self._authorised])
         application.add_routes(
             [
@@ -178,6 +191,9 @@ class ManagerServer:
             self._ticker.cancel()
             await asyncio.wait([self._ticker], timeout=self.config.close_s)
             self._ticker = None
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
         self._carry_out(self.manager.shutdown(time.monotonic(), cause))
         peers = list(self._peers.values())
         for peer in peers:
@@ -331,16 +347,31 @@ class ManagerServer:
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _health(self, request: web.Request) -> web.Response:
-        return _json(operators.health(self.manager))
+        journal = "off" if self._journal is None else self._journal.trouble or "running"
+        return _json(operators.health(self.manager, journal))
 
     # ---- decisions become bytes
 
     async def _tick(self) -> None:
         while True:
             self._carry_out(self.manager.tick(time.monotonic()))
+            if self._journal is not None:
+                self._journal.tick(time.monotonic())
             await asyncio.sleep(self.config.tick_s)
 
+    def _open_journal(self, config: JournalConfig) -> None:
+        def changed(running: bool, message: str) -> None:
+            self._carry_out(self.manager.on_journal(running, message, time.monotonic()))
+
+        journal = Journal(config, self.manager.snapshot, changed)
+        now = time.monotonic()
+        self._carry_out(self.manager.restore(journal.open(now), now))
+        self._journal = journal
+        journal.start(self.manager.epoch)
+
     def _carry_out(self, decisions: Decisions) -> None:
+        if decisions.records and self._journal is not None:
+            self._journal.write(decisions.records)
         for name, frame in decisions.frames:
             peer = self._peers.get(name)
             if peer is not None:

@@ -103,6 +103,8 @@ class TrainerSide:
             else:
                 self._tracker.take_up(batch)
         self._away()
+        if recovered.cut_bytes:
+            out.warn(f"{recovered.cut_bytes} bytes of the journal belong to no whole state and are left out", "journal")
         if recovered.batches:
             out.emit(
                 ManagerRecovered(

@@ -20,12 +20,13 @@ from penstock.train.intake import Intake
 from penstock.train.ports import TrainerPorts
 from penstock.train.sampling import eval_sampling_of, sampling_of
 
-__all__ = ["CALL_S", "Batches"]
+__all__ = ["Batches"]
 
 # Beyond the manager's own deadline, for the rare case that the manager itself has fallen silent.
 STALL_GRACE_S = 30.0
 CALL_S = 30.0
-"""Deadline of one call to the manager (publish, submit, release); none of them waits for generation."""
+"""Deadline of one call to the manager (publish, submit, release); none of them waits for generation. While the
+manager is lost it is longer by `manager.reconnect_s`."""
 CANCEL_S = 0.5
 """For telling the manager that open batches are given up: an ending run has little time, and Ctrl-C less."""
 
@@ -40,6 +41,8 @@ class Batches:
         self._training_sampling = sampling_of(config.rollout.sampling, ports.stop_ids)
         self._eval_sampling = eval_sampling_of(config, ports.stop_ids)
         self._stall_s = max(config.rollout.deadline_s, config.reward.timeout_s) + STALL_GRACE_S
+        self._stall_s += config.manager.reconnect_s
+        self._call_s = CALL_S + config.manager.reconnect_s
         self._open: dict[str, Intake] = {}
         """Submitted and not released."""
 
@@ -73,7 +76,7 @@ class Batches:
         """Waits for the manager's last word on a batch and lets it forget it."""
         intake.wait_ended(self._ports.watch)
         del self._open[intake.batch]
-        self._call(self._ports.rollout.release(intake.batch), f"releasing batch {intake.batch}")
+        self.call(self._ports.rollout.release(intake.batch), f"releasing batch {intake.batch}")
 
     @contextlib.contextmanager
     def cancelled_on_error(self) -> Iterator[None]:
@@ -120,7 +123,7 @@ class Batches:
         )
         # Before it is sent: a submission that breaks off half way may have reached the manager.
         self._open[batch] = intake
-        self._call(submission, f"submitting batch {batch}")
+        self.call(submission, f"submitting batch {batch}")
         return intake
 
     def _kept(self, prompts: Sequence[Prompt], samples_per_prompt: int) -> list[tuple[int, int]]:
@@ -128,8 +131,10 @@ class Batches:
         everyone = ((prompt.index, replica) for replica in range(samples_per_prompt) for prompt in prompts)
         return list(itertools.islice(everyone, self._config.observe.samples_per_step))
 
-    def _call(self, call: Coroutine[Any, Any, None], what: str) -> None:
-        self._ports.edge.run(call, what, CALL_S)
+    def call(self, call: Coroutine[Any, Any, None], what: str) -> None:
+        """Has the manager told something, and waits for that; it may have to be dialled again first."""
+        # Watched, since a manager of this machine that died is started again from there.
+        self._ports.edge.run(call, what, self._call_s, watch=self._ports.watch)
 
     def _cancel_open(self, cause: str) -> None:
         """Tells the manager, within `CANCEL_S`, that nobody waits any more. What goes wrong with that is a warning."""

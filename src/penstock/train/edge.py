@@ -33,8 +33,14 @@ class EdgeLoop:
         self._thread.start()
         return self
 
-    def run(self, coroutine: Coroutine[Any, Any, T], what: str, timeout_s: float) -> T:
-        """Runs `coroutine` on the loop and waits for its result.
+    def run(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        what: str,
+        timeout_s: float,
+        watch: Callable[[], None] | None = None,
+    ) -> T:
+        """Runs `coroutine` on the loop and waits for its result; `watch` is called meanwhile, and may raise.
 
         Raises DeadlineExceeded, naming `what`, after `timeout_s`; the coroutine is then cancelled.
         """
@@ -51,6 +57,8 @@ class EdgeLoop:
                 if waited_s >= timeout_s:
                     future.cancel()
                     raise DeadlineExceeded(f"{what} took longer than {timeout_s:g} s") from None
+                if watch is not None:
+                    watch()
             except BaseException:
                 future.cancel()
                 raise

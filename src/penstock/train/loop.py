@@ -21,7 +21,7 @@ from penstock.observe import events
 from penstock.sample import Group
 from penstock.train.actor import Actor, OptimizerStep
 from penstock.train.advantages import get_advantage, has_signal
-from penstock.train.batches import CALL_S, Batches
+from penstock.train.batches import Batches
 from penstock.train.batching import PassBatch, collate_samples, split_passes
 from penstock.train.checkpoint import Position
 from penstock.train.intake import Intake
@@ -181,8 +181,8 @@ class Trainer:
         """Makes the weights as they are now version `self.version`, for every agent to pull."""
         ports, began = self.ports, time.perf_counter()
         manifest = ports.weights.publish(self.version, self.actor.named_tensors(), self.actor.config_json())
-        announcement = ports.rollout.publish(self.version, ports.weights_source)
-        ports.edge.run(announcement, f"announcing weight version {self.version}", CALL_S)
+        announcement = ports.rollout.publish(self.version, ports.weights_source, manifest.digest)
+        self._batches.call(announcement, f"announcing weight version {self.version}")
         wall_s = time.perf_counter() - began
         ports.emit(
             events.WeightsPublished(

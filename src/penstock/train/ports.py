@@ -61,7 +61,9 @@ class Listener(Protocol):
 class RolloutPort(Protocol):
     """The manager, seen from the trainer. Lives on the edge loop; `rollout.client.RolloutClient` is one."""
 
-    async def publish(self, version: int, source: str) -> None: ...
+    async def publish(self, version: int, source: str, digest: str = "") -> None:
+        """`digest`: of the weights' content, so that what was drawn with them can be told from another version's."""
+        ...
 
     async def submit(
         self,

@@ -22,7 +22,7 @@ from typing import IO
 
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError, PortInUse
-from penstock.observe.events import EngineExited, EngineStarted, Event
+from penstock.observe.events import EngineExited, EngineStarted, Event, ManagerChanged
 from penstock.observe.instances import RUN_ENDED
 
 MANAGER_START_S = 30.0
@@ -71,6 +71,8 @@ class LocalProcesses:
         self._emit = emit
         self._environment = {**os.environ, "PENSTOCK_TOKEN": token, "PYTHONUNBUFFERED": "1"}
         self._manager: Child | None = None
+        self._manager_port = 0
+        self._manager_restarts = 0
         self._engines: dict[str, Child] = {}
         self._engines_started = 0
         self._terminate_by: float | None = None
@@ -82,22 +84,39 @@ class LocalProcesses:
         """All engines ever started, by name."""
         return dict(self._engines)
 
-    def start_manager(self) -> str:
-        """Starts the manager and returns its URL. Raises PortInUse or PenstockError with the end of its log."""
+    def _spawn_manager(self, port: int) -> tuple[Child, Path]:
         manager, rollout = self._config.manager, self._config.rollout
         ready_path = self._folder / "manager.json"
         ready_path.unlink(missing_ok=True)
         child = self._spawn(
             "manager",
-            ["manager", "--host", manager.host, "--port", str(manager.port)]
+            ["manager", "--host", manager.host, "--port", str(port)]
             + ["--max-frame-mib", str(manager.max_frame_mib), "--ready-file", str(ready_path)]
             + ["--heartbeat-s", str(rollout.heartbeat_s), "--load-deadline-s", str(rollout.load_deadline_s)]
             + ["--frame-steps", str(rollout.engines.frame_steps)]
             # For machines that join from outside, with nothing but the manager's address.
             + ["--max-context", str(rollout.engines.max_context_tokens)]
-            + ["--max-pending", str(rollout.max_pending_per_instance)],
+            + ["--max-pending", str(rollout.max_pending_per_instance)]
+            + ["--trainer-grace-s", str(manager.trainer_grace_s)]
+            + self._journal_options(),
         )
+        if self._manager is not None:
+            self._manager.log_file.close()
         self._manager = child
+        return child, ready_path
+
+    def _journal_options(self) -> list[str]:
+        manager = self._config.manager
+        if manager.journal == "off":
+            return []
+        return ["--journal", str(self._folder / "journal"), "--journal-fsync", manager.journal] + [
+            "--journal-max-mib",
+            str(manager.journal_max_mib),
+        ]
+
+    def start_manager(self) -> str:
+        """Starts the manager and returns its URL. Raises PortInUse or PenstockError with the end of its log."""
+        child, ready_path = self._spawn_manager(self._config.manager.port)
         deadline = time.monotonic() + MANAGER_START_S
         while not ready_path.exists():
             if child.process.poll() is not None:
@@ -107,7 +126,9 @@ class LocalProcesses:
             if time.monotonic() > deadline:
                 raise PenstockError(f"the manager was not listening after {MANAGER_START_S:.0f} s: {child.log_tail()}")
             time.sleep(0.02)
-        return str(json.loads(ready_path.read_text())["url"])
+        url = str(json.loads(ready_path.read_text())["url"])
+        self._manager_port = int(url.rpartition(":")[2])
+        return url
 
     def start_engine(self, manager_url: str, cause: str) -> Child:
         """Starts one more engine process; it joins the manager by itself, seconds later."""
@@ -157,15 +178,35 @@ class LocalProcesses:
         self.poll()
 
     def poll(self) -> list[Child]:
-        """Reports and returns the engines that exited since the last call; raises PenstockError if the manager did."""
+        """Reports and returns the engines that exited since the last call.
+
+        A manager that did is started again on its port, while there are tries left; then it raises PenstockError.
+        """
         exited = self._report_exits()
+        if self._manager_died and self._manager_restarts < self._config.manager.restarts:
+            self._restart_manager()
         self.check_manager()
         return exited
+
+    @property
+    def _manager_died(self) -> bool:
+        """It ended by accident."""
+        manager = self._manager
+        return manager is not None and manager.process.poll() is not None and not manager.end_cause
+
+    def _restart_manager(self) -> None:
+        """Starts it again where it was, and does not wait for it: agents and trainer dial it until it is there."""
+        manager = self._manager
+        if manager is None:
+            return
+        self._manager_restarts += 1
+        self._emit(ManagerChanged(ts=time.time(), state="restarted", cause=_accident(manager)))
+        self._spawn_manager(self._manager_port)
 
     def check_manager(self) -> None:
         """Raises PenstockError if the manager died by accident."""
         manager = self._manager
-        if manager is not None and manager.process.poll() is not None and not manager.end_cause:
+        if manager is not None and self._manager_died:
             raise PenstockError(f"the manager died ({_accident(manager)}); its log: {manager.log_path}")
 
     def settle_manager(self) -> None:

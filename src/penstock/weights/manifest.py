@@ -7,6 +7,7 @@ here so that deltas need no new format.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -51,6 +52,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def raw_nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def digest(self) -> str:
+        """Of the model that the version is, whatever its number, chunks and codec: equal for equal weights."""
+        tensors = [(tensor.name, tensor.dtype, tensor.shape, tensor.xxh3) for tensor in self.tensors]
+        return hashlib.blake2b(msgspec.msgpack.encode((self.config_json, tensors)), digest_size=16).hexdigest()
 
 
 _encoder = msgspec.msgpack.Encoder()
