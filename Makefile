@@ -4,7 +4,10 @@ VENV ?= .venv
 # Made anew when what is asked for changes, or when another checkout uses the same environment.
 STAMP := $(VENV)/.installed-$(shell (cat pyproject.toml constraints.txt; pwd) | sha256sum | cut -c1-16)
 
-.PHONY: install demo test
+.PHONY: install demo test test-trl test-verl
+# Environments of other frameworks, each under the hash of what it is made from.
+CACHE := $(or $(XDG_CACHE_HOME),$(CURDIR)/.cache)/penstock
+made_from = $(shell (cat tests/integrations/requirements-$(1).txt constraints.txt; $(PYTHON) -VV) | sha256sum | cut -c1-16)
 
 install: $(STAMP)
 
@@ -21,3 +24,16 @@ demo: install
 
 test: install
 	$(VENV)/bin/pytest
+
+# The integrations against the frameworks themselves, on CPU: minutes the first time, then about half a minute each.
+test-trl test-verl: test-%:
+	$(MAKE) --no-print-directory $(CACHE)/$*-$(call made_from,$*)/.installed
+	PYTHONPATH=src $(CACHE)/$*-$(call made_from,$*)/bin/pytest -p no:cacheprovider tests/integrations/real_$*.py
+
+$(CACHE)/%/.installed:
+	$(PYTHON) -m venv --clear $(@D)
+	@echo "setting up $(@D): PyTorch, then the rest; some minutes the first time"
+	$(@D)/bin/pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(@D)/bin/pip install -q --disable-pip-version-check -c constraints.txt \
+	  -r tests/integrations/requirements-$(firstword $(subst -, ,$*)).txt
+	touch $@

@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass as _validated
 
 from penstock.errors import ConfigError
 
-__all__ = ["Endpoint", "PoolConfig", "PoolOptions", "load_pool", "read_key"]
+__all__ = ["Endpoint", "PoolConfig", "PoolOptions", "declared", "load_pool", "read_declared", "read_key"]
 
 _T = TypeVar("_T")
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -47,7 +47,7 @@ def _say(error: ValidationError, owner: type, where: str) -> ConfigError:
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
-def _declared(cls: type[_T]) -> type[_T]:
+def declared(cls: type[_T]) -> type[_T]:
     """A frozen dataclass, checked by pydantic, that raises `ConfigError` for what it refuses."""
     made: Any = _validated(cls, frozen=True, config=ConfigDict(extra="forbid", use_attribute_docstrings=True))
     check: Callable[..., None] = made.__init__
@@ -63,7 +63,7 @@ def _declared(cls: type[_T]) -> type[_T]:
     return made
 
 
-@_declared
+@declared
 class Endpoint:
     """One service of the pool, with what its owner says about it. What isn't declared is learned."""
 
@@ -124,7 +124,7 @@ class Endpoint:
         return any(fnmatch.fnmatchcase(model, pattern) for pattern in self.models)
 
 
-@_declared
+@declared
 class PoolOptions:
     """How the pool as a whole behaves."""
 
@@ -160,7 +160,7 @@ class PoolOptions:
     breaker_pause_max_s: Positive = 60.0
 
 
-@_declared
+@declared
 class PoolConfig:
     """A pool as a TOML file declares it."""
 
@@ -187,11 +187,11 @@ def load_pool(path: str | os.PathLike[str]) -> PoolConfig:
     endpoints = data.get("endpoints", [])
     if not isinstance(endpoints, list) or not endpoints:
         raise ConfigError(f'{file}: no endpoint; declare at least one as [[endpoints]] with url = "..."')
-    read = tuple(_read(Endpoint, entry, f"{file}: endpoints[{n}]") for n, entry in enumerate(endpoints))
-    return PoolConfig(read, _read(PoolOptions, data.get("pool", {}), f"{file}: pool"))
+    read = tuple(read_declared(Endpoint, entry, f"{file}: endpoints[{n}]") for n, entry in enumerate(endpoints))
+    return PoolConfig(read, read_declared(PoolOptions, data.get("pool", {}), f"{file}: pool"))
 
 
-def _read(kind: type[_T], data: Any, where: str) -> _T:
+def read_declared(kind: type[_T], data: Any, where: str) -> _T:
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
