@@ -79,6 +79,10 @@ async def finished(engine: Engine, leases: list[int], collected: Collected | Non
     return await collect(engine, collected, lambda: all(collected.finishes.get(lease) for lease in leases))
 
 
+def there(folder: str) -> bool:
+    return os.path.isdir(folder)
+
+
 def expected(count: int, version: int = 0, begin: int = 0) -> list[int]:
     return [token(PROMPT[0], place, str(version)) for place in range(begin, begin + count)]
 
@@ -180,7 +184,7 @@ async def test_a_swap_keeps_what_was_drawn_and_goes_on_with_the_new_weights(
         assert collected.versions[lease] == [0] * 2 + [1] * 10
     assert collected.versions[5] == [1] * 12
     assert engine.version == 1
-    assert (os.path.isdir(server.folders[-1]), os.path.isdir(old)) == (True, False)
+    assert (there(server.folders[-1]), there(old)) == (True, False)
     assert server.calls["/reset_prefix_cache"] == server.calls["/resume"] == 2
 
 
@@ -190,7 +194,7 @@ async def test_a_failed_swap_leaves_the_old_weights_serving(engine: ServedEngine
         await engine.update_weights(weights(1))
     assert engine.version == 0
     assert [folder.rpartition("-")[2] for folder in server.folders] == ["0", "1", "0"]
-    assert not os.path.exists(server.folders[1])
+    assert not there(server.folders[1])
     engine.start([start(1, PROMPT, Sampling(max_new_tokens=6))])
     assert (await finished(engine, [1])).tokens[1] == expected(6)
 

@@ -91,6 +91,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 async def _serve(args: argparse.Namespace, token: str) -> int:
+    from penstock.cli.adopted import AdoptedAgents
     from penstock.cli.parent import watch_stdin
     from penstock.rollout.flapping import FlapConfig
     from penstock.rollout.fleet import FleetConfig
@@ -114,6 +115,7 @@ async def _serve(args: argparse.Namespace, token: str) -> int:
     journal = None
     if args.journal is not None:
         journal = JournalConfig(args.journal, args.journal_fsync, max_bytes=args.journal_max_mib << 20)
+    adopted = AdoptedAgents(token)
     server = ManagerServer(
         ServerConfig(
             token=token,
@@ -122,6 +124,7 @@ async def _serve(args: argparse.Namespace, token: str) -> int:
             manager=manager,
             journal=journal,
             max_queued_bytes=4 * frame_bytes,
+            adopt=adopted.adopt,
         )
     )
     loop = asyncio.get_running_loop()
@@ -134,7 +137,7 @@ async def _serve(args: argparse.Namespace, token: str) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, leave, f"the manager got {number.name}")
-    url = await server.start()
+    url = adopted.manager_url = await server.start()
     try:
         if args.exit_with_stdin:
 
@@ -153,6 +156,7 @@ async def _serve(args: argparse.Namespace, token: str) -> int:
         for task in (stopped, broken):
             task.cancel()
     finally:
+        await adopted.close()
         await server.close(cause[0])
     return 0
 

@@ -7,7 +7,6 @@ generation paused and both caches dropped.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from penstock.errors import EngineError
 from penstock.instance.dialect import Chunk, ServerFacts
 from penstock.instance.engine import SequenceStart
 from penstock.instance.http_calls import call, events, excerpt, request_seed
+from penstock.instance.model_folder import config_in, dtype_in
 from penstock.sample import Finish
 
 LOAD_S = 600.0
@@ -29,7 +29,6 @@ NO_LOGPROB = -9999.0
 ID_PREFIX = "generate-tokens-"
 """What the server puts before the ids that its requests came with."""
 FINISHES: Mapping[str | None, Finish] = {None: Finish.RUNNING, "stop": Finish.STOP, "length": Finish.LENGTH}
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 class _Logprob(msgspec.Struct):
@@ -75,7 +74,7 @@ class VllmDialect:
         own = {
             "host": host,
             "port": str(port),
-            "dtype": _dtype(model_folder),
+            "dtype": dtype_in(model_folder),
             "enable-scale-out": "",
             "skip-tokenizer-init": "",
             "generation-config": "vllm",
@@ -109,7 +108,7 @@ class VllmDialect:
             ) from error
         try:
             model, mode = config["model_config"], config["model_config"]["logprobs_mode"]
-            own = _config(Path(model["model"]))
+            own = config_in(Path(model["model"]))
             facts = ServerFacts(
                 software=f"vllm {version['version']}",
                 model=str(model["model"]),
@@ -227,19 +226,3 @@ def read_event(data: bytes) -> Chunk:
 
 def _logprob(value: float | None) -> float:
     return float("nan") if value is None or value <= NO_LOGPROB else value
-
-
-def _dtype(folder: Path) -> str:
-    """The weights' own: `auto` makes bfloat16 of float32, and the trainer's figures would not be the engine's."""
-    config = _config(folder)
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "auto")
-    return dtype if dtype in DTYPES else "auto"
-
-
-def _config(folder: Path) -> Mapping[str, Any]:
-    """A model folder's config.json; empty where the model is no folder of this machine."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}

@@ -7,12 +7,32 @@ from typing import Any
 
 import msgspec
 
+from penstock.errors import WireError
 from penstock.rollout.fleet import State
 from penstock.rollout.manager import Manager
 
-__all__ = ["health", "instances", "metrics", "samples"]
+__all__ = ["Adoption", "health", "instances", "metrics", "read_adoption", "samples"]
+
+ADOPTION_BYTES = 4096
 
 SAMPLE_STATES = ("queued", "placed", "running", "moving", "finished", "failed")
+
+
+class Adoption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A server without an agent, for which one is to be started."""
+
+    url: str
+    engine: str
+
+
+def read_adoption(body: bytes) -> Adoption:
+    """Raises WireError for what is none."""
+    if len(body) > ADOPTION_BYTES:
+        raise WireError(f"the request is over {ADOPTION_BYTES} bytes")
+    try:
+        return msgspec.json.decode(body, type=Adoption)
+    except msgspec.DecodeError as error:
+        raise WireError(f'expected {{"url": "http://host:port", "engine": "vllm"}}: {error}') from error
 
 
 def health(manager: Manager, journal: str) -> dict[str, Any]:

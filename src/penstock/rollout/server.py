@@ -49,6 +49,8 @@ class ServerConfig:
     tick_s: float = 0.1
     close_s: float = 1.0
     """For all connections to end when the server does."""
+    adopt: Callable[[str, str], Awaitable[str]] | None = None
+    """Starts an agent for a server, given its address and kind of engine; returns the agent's name."""
 
 
 class _Peer:
@@ -155,6 +157,7 @@ class ManagerServer:
                 web.get("/agent", self._agent),
                 web.get("/trainer", self._trainer),
                 web.get("/instances", self._instances),
+                web.post("/instances", self._adopt),
                 web.get("/samples", self._samples),
                 web.get("/metrics", self._metrics),
                 web.get("/healthz", self._health),
@@ -338,6 +341,17 @@ class ManagerServer:
 
     async def _instances(self, request: web.Request) -> web.Response:
         return _json(operators.instances(self.manager, time.monotonic()))
+
+    async def _adopt(self, request: web.Request) -> web.Response:
+        """Takes a server without an agent: an agent is started beside it, and joins by itself."""
+        if self.config.adopt is None:
+            return web.Response(status=501, text="This manager can start no agents for servers.\n")
+        try:
+            wanted = operators.read_adoption(await request.content.read(operators.ADOPTION_BYTES + 1))
+            name = await self.config.adopt(wanted.url, wanted.engine)
+        except PenstockError as error:
+            return web.Response(status=400, text=f"{error}\n")
+        return web.json_response({"name": name}, status=201)
 
     async def _samples(self, request: web.Request) -> web.Response:
         return _json(operators.samples(self.manager, time.monotonic()))
