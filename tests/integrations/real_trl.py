@@ -5,6 +5,8 @@ Run by `make test-trl`, in an environment that has TRL; `make test` doesn't coll
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +89,11 @@ def test_process_mode_scores_in_a_run(tmp_path: Path) -> None:
     path = f"{Path(__file__).parent / 'rewards_for_frameworks.py'}:where"
     trainer = trained(tmp_path, [reward_function(path, mode="process", processes=1, timeout_s=60)], rows())
     assert history(trainer, "rewards/where/mean") == [1.0] * STEPS, "in the main thread of a process of its own"
+
+
+@pytest.mark.timeout(300)
+def test_the_example_runs_with_a_judge_behind_a_rate_limit() -> None:
+    example = Path(__file__).parents[2] / "examples" / "trl_grpo.py"
+    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert "step 3: reward" in done.stdout

@@ -13,6 +13,7 @@ import asyncio
 import random
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -42,7 +43,14 @@ FAULTS = (
 class ProviderServer:
     """Serves one simulated provider on a loopback port."""
 
-    def __init__(self, provider: Provider | None = None, seed: int = 0, key: str = "") -> None:
+    def __init__(
+        self,
+        provider: Provider | None = None,
+        seed: int = 0,
+        key: str = "",
+        answer: Callable[[str, dict[str, Any]], Any] | None = None,
+    ) -> None:
+        """`answer(path, body)` makes the JSON of a whole answer; without it answers echo what was asked."""
         self.provider = provider if provider is not None else Provider(median_s=0.0, round_trip_s=0.0)
         self.requests = 0
         self.seen: list[tuple[str, dict[str, Any]]] = []
@@ -50,6 +58,7 @@ class ProviderServer:
         self.most_in_flight = 0
         self.connections = 0
         self._key = key
+        self._value = answer if answer is not None else _value
         self._rng = random.Random(seed)
         self._once: set[str] = set()
         self._awaited: list[tuple[int, asyncio.Future[None]]] = []
@@ -162,7 +171,7 @@ class ProviderServer:
         elif body.get("stream"):
             connection.stream([_piece(body, n) for n in range(5)])
         else:
-            connection.reply(200, _value(path, body), told)
+            connection.reply(200, self._value(path, body), told)
 
     def _fault(self, connection: _Connection, fault: str, path: str, body: dict[str, Any]) -> None:
         whole = msgspec.json.encode(_value(path, body))
