@@ -12,7 +12,7 @@ FLOORS = [
     {"train", "simulate"},
     {"rollout", "instance"},
     {"reward", "data", "config", "wire"},
-    {"weights", "cluster", "observe", "sample", "errors", "__init__"},
+    {"weights", "cluster", "observe", "sample", "tls", "errors", "__init__"},
 ]
 OUTSIDE = {"integrations"}
 """May import any room; none imports them."""
@@ -23,6 +23,8 @@ NEIGHBOURS = {
     ("cli", "bench"),
     ("__main__", "cli"),
     ("weights", "sample"),
+    ("weights", "tls"),
+    ("tls", "errors"),
     ("observe", "sample"),
     ("cluster", "sample"),
     *((room, "errors") for room in ("weights", "cluster", "observe", "sample")),

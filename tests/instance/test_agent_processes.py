@@ -136,7 +136,7 @@ async def test_after_sigkill_the_progress_file_says_how_many_tokens_were_drawn(
     ("token", "arguments", "named"),
     [
         (None, [], "PENSTOCK_TOKEN"),
-        ("wrong", [], "refused the token"),
+        ("wrong", [], "refused this agent (HTTP 401)"),
         (TOKEN, ["--token-file", "/does/not/exist"], "/does/not/exist can't be read"),
         (TOKEN, ["--progress-file", "/does/not/exist"], "progress file /does/not/exist can't be written"),
     ],

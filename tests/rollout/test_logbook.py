@@ -35,7 +35,7 @@ def test_repeats_and_knocking_peers_fill_no_disk(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, "penstock.manager"):
         for number in range(1000):
             book.take(events.SampleFailed(ts=1, sample=str(number), cause="too long"))
-            book.refused("10.0.0.9", "the token is missing or wrong")
-    assert len(caplog.records) == 20
-    assert caplog.records[-1].message.endswith("(512 so far)")
-    assert "refused a connection from 10.0.0.9: the token is missing or wrong" in caplog.text
+        knock = events.ConnectionRefused(ts=1, peer="10.0.0.9", door="agent", cause="the token is wrong", times=512)
+        book.take(knock)
+    assert len(caplog.records) == 11
+    assert caplog.records[-1].message == "a connection from 10.0.0.9 was refused: the token is wrong (512 so far)"

@@ -25,6 +25,7 @@ from penstock.observe.events import Event, FrameRefused, InstanceChanged, Sample
 from penstock.rollout.client import FinishedSample, RolloutClient
 from penstock.rollout.fleet import FleetConfig
 from penstock.rollout.manager import TRAINER, ManagerConfig
+from penstock.rollout.pace import PaceConfig
 from penstock.rollout.server import ManagerServer, ServerConfig
 from penstock.sample import Prompt, SampleId, sample_seed
 from penstock.wire import (
@@ -41,7 +42,13 @@ from penstock.wire import (
 
 TOKEN = "a-shared-secret"
 HEADERS = {"Authorization": f"Bearer {TOKEN}", "X-Penstock-Protocol": "1"}
-BEAT = Heartbeat(running=0, waiting=0, kv_tokens=0, tokens_generated=0, tokens_prefilled=0, tokens_per_s=0.0)
+
+
+def beat(tokens: int = 0) -> Heartbeat:
+    return Heartbeat(running=0, waiting=0, kv_tokens=0, tokens_generated=tokens, tokens_prefilled=0, tokens_per_s=0.0)
+
+
+BEAT = beat()
 LIMIT_BYTES = 64 * 1024
 
 
@@ -330,6 +337,29 @@ async def test_a_frame_that_does_not_leave_in_time_ends_the_connection() -> None
         assert "did not read a frame for 0.05 s" in peer.closing_cause
 
 
+async def test_a_peer_over_its_pace_is_slowed_and_loses_nothing() -> None:
+    pace = PaceConfig(frames_per_s=200, burst_s=0.05, patience_s=1000)
+    async with serving(pace=pace) as server:
+        async with agent_at(server) as remote:
+            [instance] = server.manager.fleet
+            for number in range(60):
+                await remote.send(beat(number))
+            await eventually(lambda: instance.beat == beat(59))
+
+
+async def test_a_peer_that_goes_on_at_its_limit_is_dropped_with_the_cause() -> None:
+    pace = PaceConfig(frames_per_s=50, burst_s=0.1, patience_s=0.3)
+    async with serving(pace=pace) as server, trainer_at(server) as trainer:
+        async with agent_at(server) as remote:
+            with contextlib.suppress(ConnectionError):
+                while not trainer.of_kind(FrameRefused):
+                    await remote.send(BEAT)
+                    await asyncio.sleep(0)
+        [refused] = trainer.of_kind(FrameRefused)
+        assert isinstance(refused, FrameRefused)
+        assert "it sent at its limit (50 frames" in refused.cause
+
+
 # ---- samples
 
 
@@ -609,6 +639,9 @@ def test_the_process_leaves_when_its_parent_does(tmp_path: Path) -> None:
         (("--port", "99999"), TOKEN, "--port is 99999"),
         (("--heartbeat-s", "0"), TOKEN, "--heartbeat-s is 0.0"),
         (("--heartbeat-s", "nan"), TOKEN, "--heartbeat-s is nan"),
+        (("--frames-per-s", "0"), TOKEN, "--frames-per-s is 0.0"),
+        (("--agent-token-file", "/nonexistent/token"), TOKEN, "can't read the token file"),
+        (("--tls-cert", "/nonexistent/cert"), TOKEN, "belong together"),
         (("--hold-off-s", "-1"), TOKEN, "--hold-off-s is -1.0"),
     ],
 )
@@ -660,3 +693,27 @@ async def test_the_longest_wait_of_an_agent_that_keeps_being_lost_can_be_set(
 async def gone_instances(http: aiohttp.ClientSession, url: str) -> int:
     async with http.get(f"{url}/instances", headers=HEADERS) as response:
         return sum(row["state"] == "gone" for row in await response.json())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "slowed"), [((), False), (("--frames-per-s", "1"), True), (("--mib-per-s", "0.001"), True)]
+)
+async def test_how_fast_a_peer_may_send_can_be_set(tmp_path: Path, arguments: tuple[str, ...], slowed: bool) -> None:
+    process = start_process(tmp_path, *arguments)
+    try:
+        url = await asyncio.to_thread(wait_ready, process, tmp_path)
+        hello = AgentHello(name="spot", engine="x", pid=1, host="h", max_running=1, max_context_tokens=99)
+        async with aiohttp.ClientSession() as http, http.ws_connect(f"{url}/agent", headers=HEADERS) as ws:
+            for frame in (hello, *(beat(number) for number in range(1, 1001))):
+                await ws.send_bytes(encode(frame))
+            seen = 0
+            async with asyncio.timeout(60):
+                while seen < (1 if slowed else 1000):
+                    async with http.get(f"{url}/instances", headers=HEADERS) as response:
+                        rows = await response.json()
+                    seen = rows[0]["load"]["tokens_generated"] if rows and rows[0]["load"] else 0
+            assert (seen < 1000) is slowed
+            transport_of(ws).abort()
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.communicate)

@@ -27,6 +27,8 @@ from penstock.cli.restarts import Restarts
 from penstock.errors import AuthError, ConfigError, EngineError, MissingExtra, StorageError
 
 if TYPE_CHECKING:
+    import ssl
+
     from penstock.instance.agent import Agent
     from penstock.instance.engine import Engine
     from penstock.instance.preemption import Preemption
@@ -63,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", default="", help="how the run's screens call it (host and process id)")
     parser.add_argument("--token-file", metavar="F", help="file with the run's token; else PENSTOCK_TOKEN is read")
+    parser.add_argument(
+        "--tls-ca", default="", metavar="F", help="CA (PEM) of the manager's and the store's certificate"
+    )
+    parser.add_argument("--tls-cert", default="", metavar="F", help="this machine's own certificate (PEM)")
+    parser.add_argument("--tls-key", default="", metavar="F", help="its private key")
     parser.add_argument("--connections", type=_count, default=2, metavar="N", help="of one weight pull (%(default)s)")
     parser.add_argument(
         "--load-deadline-s", type=_positive, default=120.0, metavar="S", help="for one weight pull (%(default)s)"
@@ -101,7 +108,9 @@ def main(args: argparse.Namespace) -> int:
     """0 after leaving in order. Raises PenstockError where it can't join or can't go on."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     check_server_arguments(args)
-    token = read_token(args.token_file)
+    # A certificate may say who this is; whether it does is the manager's to judge.
+    known = bool(args.tls_cert) and not args.token_file
+    token = os.environ.get("PENSTOCK_TOKEN", "").strip() if known else read_token(args.token_file)
     asyncio.run(_join(args, token))
     return 0
 
@@ -157,6 +166,15 @@ def build_engine(args: argparse.Namespace, progress: memoryview | None) -> Engin
         threads=args.threads,
         progress=progress,
     )
+
+
+def tls_context(args: argparse.Namespace) -> ssl.SSLContext | None:
+    """None where the manager is spoken to in the clear."""
+    if not (args.tls_ca or args.tls_cert or args.tls_key or args.manager.startswith(("https:", "wss:"))):
+        return None
+    from penstock.tls import client_context
+
+    return client_context(args.tls_ca, args.tls_cert, args.tls_key)
 
 
 def build_preemption(args: argparse.Namespace) -> Preemption:
@@ -242,6 +260,7 @@ class _Machine:
             load_deadline_s=args.load_deadline_s,
             reconnect_s=args.reconnect_s,
             stall_s=args.stall_s,
+            tls=tls_context(args),
         )
         await self._agent.run()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from penstock.errors import PenstockError
 
+ROLES = ("agent", "trainer", "operator")
 HELP = "serve the rollout manager that agents and the trainer connect to"
 
 
@@ -20,6 +21,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 lets other machines join")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free port (default)")
     parser.add_argument("--token-file", type=Path, help="file with the shared token; default: PENSTOCK_TOKEN")
+    for role, others in (("agent", "agents"), ("trainer", "the trainer"), ("operator", "operators")):
+        parser.add_argument(
+            f"--{role}-token-file", type=Path, metavar="F", help=f"file with a token for {others} alone"
+        )
+    parser.add_argument("--tls-cert", default="", metavar="F", help="certificate (PEM, with its chain): serve over TLS")
+    parser.add_argument("--tls-key", default="", metavar="F", help="its private key")
+    parser.add_argument(
+        "--tls-client-ca",
+        default="",
+        metavar="F",
+        help="peers must have a certificate of this CA; one that names a role (CN agent/..., or OU) needs no token",
+    )
+    parser.add_argument(
+        "--frames-per-s", type=float, default=5000.0, help="of one peer; more is not read, then dropped (default 5000)"
+    )
+    parser.add_argument("--mib-per-s", type=float, default=512.0, help="of one peer, likewise (default 512)")
     parser.add_argument("--max-frame-mib", type=int, default=64, help="larger frames are refused (default 64)")
     parser.add_argument(
         "--max-context", type=int, default=0, help="context in tokens for engines that join without a wish of their own"
@@ -51,9 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    token = read_token(args.token_file)
+    own = {role: read_token(path) for role in ROLES if (path := getattr(args, f"{role}_token_file"))}
+    # A shared token is needed only where a door would stay without any.
+    needed = len(own) < len(ROLES) and not args.tls_client_ca
+    shared = read_token(args.token_file) if needed or args.token_file else os.environ.get("PENSTOCK_TOKEN", "").strip()
     _check(args)
-    return asyncio.run(_serve(args, token))
+    return asyncio.run(_serve(args, shared, own))
 
 
 def read_token(token_file: Path | None) -> str:
@@ -80,6 +100,8 @@ def _check(args: argparse.Namespace) -> None:
         ("heartbeat_s", 0.01, 3600),
         ("load_deadline_s", 0.01, 1e6),
         ("hold_off_s", 0, 3600),
+        ("frames_per_s", 1, 1e9),
+        ("mib_per_s", 0.001, 1e6),
         ("frame_steps", 1, 1 << 16),
         ("max_pending", 0, 1 << 20),
         ("journal_max_mib", 1, 1 << 24),
@@ -90,15 +112,18 @@ def _check(args: argparse.Namespace) -> None:
             raise PenstockError(f"--{name.replace('_', '-')} is {value}; it must be between {low} and {high}")
 
 
-async def _serve(args: argparse.Namespace, token: str) -> int:
+async def _serve(args: argparse.Namespace, token: str, own_tokens: dict[str, str]) -> int:
     from penstock.cli.adopted import AdoptedAgents
     from penstock.cli.parent import watch_stdin
+    from penstock.rollout.doors import Tokens
     from penstock.rollout.flapping import FlapConfig
     from penstock.rollout.fleet import FleetConfig
     from penstock.rollout.journal_file import JournalConfig
     from penstock.rollout.manager import ManagerConfig
-    from penstock.rollout.server import ManagerServer, ServerConfig
+    from penstock.rollout.pace import PaceConfig
+    from penstock.rollout.server import ManagerServer, ServerConfig, TlsConfig
 
+    secured = args.tls_cert or args.tls_key or args.tls_client_ca
     frame_bytes = args.max_frame_mib * 1024 * 1024
     manager = ManagerConfig(
         fleet=FleetConfig(
@@ -115,16 +140,20 @@ async def _serve(args: argparse.Namespace, token: str) -> int:
     journal = None
     if args.journal is not None:
         journal = JournalConfig(args.journal, args.journal_fsync, max_bytes=args.journal_max_mib << 20)
-    adopted = AdoptedAgents(token)
+    adopted = AdoptedAgents(own_tokens.get("agent") or token)
     server = ManagerServer(
         ServerConfig(
             token=token,
+            tokens=Tokens(**own_tokens),
+            tls=TlsConfig(args.tls_cert, args.tls_key, args.tls_client_ca) if secured else None,
+            pace=PaceConfig(args.frames_per_s, args.mib_per_s * 1024 * 1024),
             host=args.host,
             port=args.port,
             manager=manager,
             journal=journal,
             max_queued_bytes=4 * frame_bytes,
-            adopt=adopted.adopt,
+            # An agent that this process starts has no certificate of its own.
+            adopt=None if secured else adopted.adopt,
         )
     )
     loop = asyncio.get_running_loop()

@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import socket
+import ssl
 import time
 from collections.abc import Coroutine
 from typing import Any, Protocol, runtime_checkable
@@ -22,8 +23,10 @@ from penstock.errors import AuthError, EngineError, FrameTooLarge, PenstockError
 from penstock.instance.engine import Engine
 from penstock.instance.leases import CAUSE_CHARACTERS, Leases
 from penstock.instance.liveness import Reconnect, StallWatch
+from penstock.tls import refusal_words
 from penstock.weights.manifest import StagedWeights
 from penstock.weights.puller import DEFAULT_MAX_BYTES, pull
+from penstock.weights.tcp import TcpTransport
 from penstock.wire import (
     MAX_FRAME_BYTES,
     MIN_FRAME_BYTES,
@@ -43,7 +46,7 @@ from penstock.wire import (
     decode_from_manager,
     encode,
 )
-from penstock.wire.codec import PROTOCOL_HEADER
+from penstock.wire.codec import PROTOCOL_HEADER, REFUSAL_HEADER
 
 CONNECT_S = 10.0
 WELCOME_S = 10.0
@@ -78,6 +81,8 @@ class Agent:
 
     `connections` is the number of TCP connections of one weight pull, `load_deadline_s` its deadline. A lost manager
     is dialled again for `reconnect_s` seconds. An engine that has work and makes no progress for `stall_s` is given up.
+    With `tls`, manager (https://) and weight store are both spoken to over TLS; a certificate in it that names the role
+    of agents makes `token` superfluous.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class Agent:
         stall_s: float = 60.0,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         max_weight_bytes: int = DEFAULT_MAX_BYTES,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._engine = engine
         self._url = agent_url(manager_url)
@@ -104,6 +110,7 @@ class Agent:
         self._stall_s = stall_s
         self._max_frame_bytes = max_frame_bytes
         self._max_weight_bytes = max_weight_bytes
+        self._tls = tls
         self._frame_limit = max_frame_bytes
         """Bytes of one frame in this session, either way."""
         self._leases = Leases()
@@ -197,21 +204,25 @@ class Agent:
                 self._engine.stop(leases)
 
     async def _dial(self, http: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse:
-        headers = {"Authorization": f"Bearer {self._token}", PROTOCOL_HEADER: str(PROTOCOL)}
+        headers = {PROTOCOL_HEADER: str(PROTOCOL)}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
         try:
             async with asyncio.timeout(CONNECT_S):
                 return await http.ws_connect(
                     self._url,
                     headers=headers,
+                    ssl=self._tls or True,
                     max_msg_size=self._max_frame_bytes,
                     heartbeat=PING_S,
                     timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
                 )
         except aiohttp.WSServerHandshakeError as error:
-            if error.status == 401:
+            if error.status in (401, 403):
+                told = error.headers.get(REFUSAL_HEADER, "") if error.headers else ""
                 raise AuthError(
-                    f"the manager at {self._url} refused the token (HTTP 401); give the run's token in the "
-                    "environment variable PENSTOCK_TOKEN or with --token-file"
+                    f"the manager at {self._url} refused this agent (HTTP {error.status}): "
+                    + (told or "give the run's token in the environment variable PENSTOCK_TOKEN or with --token-file")
                 ) from error
             if error.status == 426:
                 theirs = error.headers.get(PROTOCOL_HEADER, "another one") if error.headers else "another one"
@@ -219,6 +230,10 @@ class Agent:
                     f"the manager at {self._url} speaks protocol {theirs} and this agent {PROTOCOL} (HTTP 426); "
                     "install the same version of Penstock on both sides"
                 ) from error
+            raise
+        except (OSError, aiohttp.ClientError) as error:
+            if words := refusal_words(error):
+                raise AuthError(f"no TLS connection to the manager at {self._url}: {words}") from error
             raise
 
     async def _introduce(self, socket_: aiohttp.ClientWebSocketResponse) -> Welcome:
@@ -403,6 +418,7 @@ class Agent:
                 connections=self._connections,
                 deadline_s=self._load_deadline_s,
                 max_bytes=self._max_weight_bytes,
+                transport=TcpTransport(self._token, tls=self._tls),
             )
         )
         try:

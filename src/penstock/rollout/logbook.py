@@ -7,7 +7,6 @@ Decides what is worth a line. The event stream is the trainer's to keep; here ea
 from __future__ import annotations
 
 import logging
-from collections import Counter
 
 from penstock.observe.events import Event
 from penstock.observe.notices import Notices
@@ -22,19 +21,11 @@ class Logbook:
 
     def __init__(self) -> None:
         self._notices = Notices()
-        self._refused: Counter[str] = Counter()
 
     def take(self, event: Event) -> None:
         notice = self._notices.take(event)
         if notice is not None and _is_power_of_two(notice.times):
             log.log(logging.WARNING if notice.mood == "trouble" else logging.INFO, "%s", notice)
-
-    def refused(self, peer: str, cause: str) -> None:
-        """A connection that was not let in. `cause`: one of few, not the peer's own words."""
-        self._refused[cause] += 1
-        times = self._refused[cause]
-        if _is_power_of_two(times):
-            log.warning("refused a connection from %s: %s%s", peer, cause, f" ({times} so far)" if times > 1 else "")
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from penstock.errors import WireError
-from penstock.observe.events import Event, FrameRefused, RowsRefused, SamplesMoved
+from penstock.observe.events import ConnectionRefused, Event, FrameRefused, RowsRefused, SamplesMoved
 from penstock.rollout.balance import DispatchPolicy, InstanceLoad, ShortestQueue
 from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.fleet import Fleet, FleetConfig, Instance, State
@@ -166,6 +166,12 @@ class Manager:
         instance = self.fleet.get(peer)
         if instance is not None:
             self._lose(instance, cause, orderly=instance.state is State.DRAINING)
+        return self._decided()
+
+    def on_connection_refused(self, peer: str, door: str, cause: str, times: int, now: float) -> Decisions:
+        """Somebody was not let in: for the record."""
+        self._now = now
+        self._emit(ConnectionRefused(ts=self._ts, peer=peer, door=door, cause=cause, times=times))
         return self._decided()
 
     # ---- trainer

@@ -1,8 +1,8 @@
 """The manager's edge: sockets, the clock and authentication around the pure `Manager`.
 
 Agents and one trainer each hold a WebSocket; operators get JSON and Prometheus text over HTTP. Decides nothing about
-samples. It answers for the edge's own promises: tokens compared in constant time, frames of a bounded size, outgoing
-queues of a bounded length (a peer that does not read is dropped with that cause), and a clean end.
+samples. It answers for the edge's own promises: a door for each role, frames of a bounded size and at a bounded rate,
+outgoing queues of a bounded length (a peer that does not read is dropped with that cause), and a clean end.
 """
 
 from __future__ import annotations
@@ -10,32 +10,52 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hmac
 import secrets
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 
-from penstock.errors import PenstockError, PortInUse, WireError
+from penstock.errors import ConfigError, PenstockError, PortInUse, WireError
 from penstock.rollout import operators
+from penstock.rollout.doors import Doors, Knocks, Refusal, Role, Tokens
 from penstock.rollout.journal_file import Journal, JournalConfig
 from penstock.rollout.logbook import Logbook
 from penstock.rollout.manager import TRAINER, Decisions, Manager, ManagerConfig
+from penstock.rollout.pace import Pace, PaceConfig
+from penstock.tls import server_context
 from penstock.wire import MAX_FRAME_BYTES, PROTOCOL, FrameToManager, decode_to_manager, encode
-from penstock.wire.codec import PROTOCOL_HEADER
+from penstock.wire.codec import PROTOCOL_HEADER, REFUSAL_HEADER
 
-__all__ = ["ManagerServer", "ServerConfig"]
+__all__ = ["ManagerServer", "ServerConfig", "TlsConfig"]
+
+DOORS = {"/agent": Role.AGENT, "/trainer": Role.TRAINER}
+"""Every other path is an operator's, but for /healthz."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """Paths of PEM files. With `client_ca`, every peer must have a certificate that it signed."""
+
+    cert: str
+    key: str
+    client_ca: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
-    token: str
+    token: str = ""
+    """Opens every door that has no token of its own."""
+    tokens: Tokens = field(default_factory=Tokens)
+    """The doors' own."""
+    tls: TlsConfig | None = None
+    """None: plain HTTP."""
+    pace: PaceConfig = field(default_factory=PaceConfig)
     host: str = "127.0.0.1"
     port: int = 0
     """0 takes a free port."""
@@ -128,15 +148,17 @@ class ManagerServer:
     """Serves one `Manager`. All methods belong to one event loop."""
 
     def __init__(self, config: ServerConfig) -> None:
-        if not config.token:
-            raise PenstockError("the manager needs a token: set PENSTOCK_TOKEN or give --token-file")
+        self._doors = Doors(
+            replace(config.tokens, shared=config.tokens.shared or config.token),
+            by_certificate=config.tls is not None and bool(config.tls.client_ca),
+        )
+        self._knocks = Knocks()
         self.config = config
         # Without a journal that counts them, an epoch that no earlier manager is likely to have had.
         epoch = secrets.randbits(22)
         self.manager = Manager(config.manager, wall_offset_s=time.time() - time.monotonic(), epoch=epoch)
         self._journal: Journal | None = None
         self.url = ""
-        self._token = config.token.encode()
         self._logbook = Logbook()
         self._peers: dict[str, _Peer] = {}
         self._agents_seen = 0
@@ -165,10 +187,14 @@ class ManagerServer:
         )
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=self.config.close_s)
         await self._runner.setup()
-        host, port = self.config.host, self.config.port
+        host, port, tls = self.config.host, self.config.port, self.config.tls
         try:
-            site = web.TCPSite(self._runner, host, port)
+            context = server_context(tls.cert, tls.key, tls.client_ca, self._handshake_failed) if tls else None
+            site = web.TCPSite(self._runner, host, port, ssl_context=context)
             await site.start()
+        except ConfigError:
+            await self._runner.cleanup()
+            raise
         except OSError as error:
             await self._runner.cleanup()
             if error.errno == errno.EADDRINUSE:
@@ -178,7 +204,10 @@ class ManagerServer:
             raise PenstockError(f"can't listen on {host}:{port}: {error.strerror or error}") from error
         bound = self._runner.addresses[0]
         name = f"[{host}]" if ":" in host else host
-        self.url = f"http://{name}:{bound[1]}"
+        if tls is not None and host in ("", "0.0.0.0", "::"):
+            # A certificate names no such address.
+            name = "localhost"
+        self.url = f"{'https' if tls else 'http'}://{name}:{bound[1]}"
         self._ticker = asyncio.create_task(self._tick(), name="manager's tick")
         return self.url
 
@@ -211,27 +240,43 @@ class ManagerServer:
 
     @web.middleware
     async def _authorised(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path != "/healthz":
-            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
-                self._logbook.refused(request.remote or "?", "the token is missing or wrong")
-                return web.Response(
-                    status=401,
-                    text="The token is missing or wrong. Give the run's token in the environment variable "
-                    "PENSTOCK_TOKEN or with --token-file; it is sent as 'Authorization: Bearer <token>'.\n",
-                )
+        if request.path == "/healthz":
+            return await handler(request)
+        door = DOORS.get(request.path, Role.OPERATOR)
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        token = given.strip() if scheme.lower() == "bearer" else ""
+        certificate = request.transport.get_extra_info("peercert") if request.transport is not None else None
+        refusal = self._doors.refusal(door, token, certificate)
+        if refusal is not None:
+            return self._refused(request, refusal)
         return await handler(request)
+
+    def _refused(self, request: web.Request, refusal: Refusal, event_cause: str = "") -> web.Response:
+        """Tells the peer, and the run's events. `event_cause`: the same without the peer's own words."""
+        door = DOORS.get(request.path, Role.OPERATOR)
+        self._knocked(request.remote or "?", door.value, event_cause or refusal.cause)
+        return web.Response(
+            status=refusal.status, headers={REFUSAL_HEADER: refusal.cause}, text=f"Refused: {refusal.cause}.\n"
+        )
+
+    def _handshake_failed(self, cause: str) -> None:
+        # Below the handshake nobody has said yet which door it wants, and asyncio does not say who it is.
+        self._knocked("?", "any", cause)
+
+    def _knocked(self, peer: str, door: str, cause: str) -> None:
+        times = self._knocks.count(door, cause)
+        if times:
+            self._carry_out(self.manager.on_connection_refused(peer, door, cause, times, time.monotonic()))
 
     def _other_protocol(self, request: web.Request) -> web.Response | None:
         spoken = request.headers.get(PROTOCOL_HEADER, "")
         if spoken == str(PROTOCOL):
             return None
-        self._logbook.refused(request.remote or "?", "it speaks another protocol")
-        return web.Response(
-            status=426,
-            text=f"This manager speaks protocol {PROTOCOL} of Penstock and the peer speaks {spoken or 'none'}. "
-            "Install the same version of penstock on both machines.\n",
+        cause = (
+            f"this manager speaks protocol {PROTOCOL} of Penstock and the peer speaks {_ascii(spoken) or 'none'}; "
+            "install the same version of penstock on both machines"
         )
+        return self._refused(request, Refusal(426, cause), "it speaks another protocol")
 
     async def _agent(self, request: web.Request) -> web.StreamResponse:
         refusal = self._other_protocol(request)
@@ -262,12 +307,11 @@ class ManagerServer:
         if refusal is not None:
             return refusal
         if TRAINER in self._peers:
-            self._logbook.refused(request.remote or "?", "a trainer is connected already")
-            return web.Response(
-                status=409,
-                text="A trainer is connected already, and a manager serves one at a time. "
-                "End the other run, or start a manager for this one.\n",
+            cause = (
+                "a trainer is connected already, and a manager serves one at a time; "
+                "end the other run, or start a manager for this one"
             )
+            return self._refused(request, Refusal(409, cause))
         manager = self.manager
         socket = self._socket(heartbeat=30.0)
         # Taken before the first await, so that two trainers at once can't both find the place free.
@@ -313,6 +357,7 @@ class ManagerServer:
     ) -> str:
         """Reads frames until the connection ends; returns why it did."""
         limit = self.config.manager.max_frame_bytes
+        pace = Pace(self.config.pace, time.monotonic())
         async for message in socket:
             if message.type is WSMsgType.BINARY:
                 try:
@@ -322,6 +367,13 @@ class ManagerServer:
                 self._carry_out(take(frame))
                 if peer.closing_cause:
                     break
+                now = time.monotonic()
+                wait_s = pace.take(len(message.data), now)
+                if fault := pace.fault(now):
+                    return self._hang_up(peer, refuse, fault)
+                if wait_s:
+                    # What it goes on to send stays in its own buffers.
+                    await asyncio.sleep(wait_s)
             elif message.type is WSMsgType.TEXT:
                 return self._hang_up(peer, refuse, "sent text, where frames are binary messages")
             elif message.type is WSMsgType.ERROR:
@@ -396,6 +448,11 @@ class ManagerServer:
                 peer.close(cause)
         for event in decisions.events:
             self._logbook.take(event)
+
+
+def _ascii(text: str) -> str:
+    """What a peer said, fit for a header."""
+    return text[:40].encode("ascii", "replace").decode()
 
 
 def _json(value: object) -> web.Response:

@@ -12,12 +12,14 @@ import errno
 import logging
 import os
 import socket
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.errors import PortInUse, WeightError
+from penstock.tls import certificate_role
 from penstock.weights.manifest import ChunkEntry, Manifest, TensorEntry, encode_manifest
 from penstock.weights.memory import host_buffer
 from penstock.weights.plan import Bytes, check_tensor, cut, digest, tensor_offsets
@@ -41,7 +43,11 @@ from penstock.weights.protocol import (
     prove,
     proven,
 )
-from penstock.weights.tcp import FramedSocket, format_address
+from penstock.weights.tcp import IO_S, Framed, FramedSocket, format_address
+from penstock.weights.tls_socket import TlsSocket
+
+AGENT = "agent"
+ROLES = frozenset((AGENT, "trainer", "operator"))
 
 MAX_CONNECTIONS = 1024
 """More are turned away with "busy" and come back; a bound on what strangers can make the trainer hold."""
@@ -72,7 +78,8 @@ class WeightStore:
     """Serves weight versions over TCP. `publish` may be called from any thread.
 
     `host` and `port` are listened on (port 0 takes a free one); agents reach the store by `advertise` (a host, or
-    host:port behind a port forwarding), by default `host`.
+    host:port behind a port forwarding), by default `host`. With `tls`, pullers are spoken to over TLS, and one whose
+    verified certificate names an agent needs no token.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class WeightStore:
         chunk_bytes: int = 4 * 1024 * 1024,
         keep_versions: int = 2,
         advertise: str = "",
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         if chunk_bytes < 1 or keep_versions < 1:
             raise ValueError(f"chunk_bytes={chunk_bytes} and keep_versions={keep_versions} must be at least 1")
@@ -94,6 +102,7 @@ class WeightStore:
         self._chunk_bytes = chunk_bytes
         self._keep_versions = keep_versions
         self._advertise = advertise
+        self._tls = tls
         self._lock = threading.Lock()
         self._versions: dict[int, _Version] = {}
         self._spare: memoryview | None = None
@@ -240,7 +249,7 @@ class WeightStore:
                 await asyncio.sleep(0.1)
                 continue
             self._count("connections")
-            reader = _Reader(self, FramedSocket(sock, f"the agent at {peer[0]}:{peer[1]}"))
+            reader = _Reader(self, sock, f"the agent at {peer[0]}:{peer[1]}")
             task = asyncio.create_task(reader.run(busy=len(connections) >= MAX_CONNECTIONS))
             connections.add(task)
             task.add_done_callback(connections.discard)
@@ -267,12 +276,24 @@ class WeightStore:
 class _Reader:
     """One connection: hands shaken, then requests answered in turn. Holds the version that it reads."""
 
-    def __init__(self, store: WeightStore, framed: FramedSocket) -> None:
+    def __init__(self, store: WeightStore, sock: socket.socket, peer: str) -> None:
         self._store = store
-        self._framed = framed
+        self._socket = sock
+        self._peer = peer
+        self._framed: Framed
+        self._role = ""
+        """What the puller's certificate calls it."""
         self._held: _Version | None = None
 
     async def run(self, busy: bool) -> None:
+        try:
+            await self._open()
+        except LinkLost:
+            self._store._count("handshakes_failed")
+            return
+        except BaseException:
+            self._socket.close()
+            raise
         try:
             if busy:
                 await self._refuse("busy", f"it serves {MAX_CONNECTIONS} connections already")
@@ -295,6 +316,14 @@ class _Reader:
             if self._held is not None:
                 self._store._release(self._held)
 
+    async def _open(self) -> None:
+        tls = self._store._tls
+        if tls is None:
+            self._framed = FramedSocket(self._socket, self._peer)
+            return
+        secured = self._framed = await TlsSocket.accept(self._socket, self._peer, tls, IO_S)
+        self._role = certificate_role(secured.certificate or {}, ROLES)
+
     async def _welcome(self) -> bool:
         hello = decode_to_store(await self._framed.read_message())
         if not isinstance(hello, Hello) or hello.magic != MAGIC or len(hello.nonce) != NONCE_BYTES:
@@ -308,11 +337,19 @@ class _Reader:
         nonce = os.urandom(NONCE_BYTES)
         await self._send(Challenge(protocol=PROTOCOL, nonce=nonce))
         proof = decode_to_store(await self._framed.read_message())
-        token = self._store._token
-        if not isinstance(proof, Proof) or not proven(token, "puller", hello.nonce, nonce, proof.mac):
+        if self._role not in ("", AGENT):
+            return await self._refuse("token", f"that certificate is a {self._role}'s, and this door is for agents")
+        token = self._proven_token(proof.mac, hello.nonce, nonce) if isinstance(proof, Proof) else None
+        if token is None:
             return await self._refuse("token", "the token is not that of this run (PENSTOCK_TOKEN)")
         await self._send(Accepted(mac=prove(token, "store", hello.nonce, nonce)))
         return True
+
+    def _proven_token(self, mac: bytes, nonce: bytes, own_nonce: bytes) -> str | None:
+        """The token that the puller has proven; for one known by its certificate the empty one will do."""
+        held = self._store._token
+        allowed = ([held] if held else []) + ([""] if self._role == AGENT else [])
+        return next((token for token in allowed if proven(token, "puller", nonce, own_nonce, mac)), None)
 
     async def _answer(self) -> bool:
         request = decode_to_store(await self._framed.read_message())

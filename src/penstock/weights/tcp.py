@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 from typing import Protocol
 
 from penstock.errors import WeightError
@@ -41,6 +42,7 @@ from penstock.weights.protocol import (
     proven,
     refusal,
 )
+from penstock.weights.tls_socket import TlsSocket
 
 CONNECT_S = 10.0
 IO_S = 20.0
@@ -63,6 +65,18 @@ class WeightTransport(Protocol):
     """How a puller reaches a source; TCP here, shared memory and Mooncake behind the same door later."""
 
     async def connect(self, source: str) -> WeightLink: ...
+
+
+class Framed(Protocol):
+    """What carries messages and raw bytes, plain or over TLS; any trouble is a LinkLost."""
+
+    async def send(self, data: bytes | memoryview) -> None: ...
+
+    async def read_into(self, into: memoryview) -> None: ...
+
+    async def read_message(self) -> memoryview: ...
+
+    def close(self) -> None: ...
 
 
 class FramedSocket:
@@ -119,9 +133,10 @@ class FramedSocket:
 class TcpTransport:
     """Connects to a WeightStore and proves the token; believes the store only once it has proven it too."""
 
-    def __init__(self, token: str, io_s: float = IO_S) -> None:
+    def __init__(self, token: str, io_s: float = IO_S, tls: ssl.SSLContext | None = None) -> None:
         self._token = token
         self._io_s = io_s
+        self._tls = tls
 
     async def connect(self, source: str) -> TcpLink:
         """Raises LinkLost, TokenRefused, OtherProtocol or another WeightError."""
@@ -133,7 +148,13 @@ class TcpTransport:
             raise LinkLost(f"no connection to the weight store at {source} within {CONNECT_S:g} s") from None
         except OSError as error:
             raise LinkLost(f"no connection to the weight store at {source}: {error}") from error
-        link = TcpLink(FramedSocket(sock, f"the weight store at {source}", self._io_s), source)
+        peer = f"the weight store at {source}"
+        framed: Framed = (
+            FramedSocket(sock, peer, self._io_s)
+            if self._tls is None
+            else await TlsSocket.dial(sock, host, peer, self._tls, self._io_s)
+        )
+        link = TcpLink(framed, source)
         try:
             await link.shake_hands(self._token)
         except BaseException:
@@ -145,7 +166,7 @@ class TcpTransport:
 class TcpLink:
     """The puller's end of one connection. Requests are answered in turn, so it serves one caller at a time."""
 
-    def __init__(self, framed: FramedSocket, source: str) -> None:
+    def __init__(self, framed: Framed, source: str) -> None:
         self._framed = framed
         self._source = source
 

@@ -9,6 +9,8 @@ from penstock.wire.frames import FrameFromManager, FrameToManager
 
 PROTOCOL = 1
 PROTOCOL_HEADER = "X-Penstock-Protocol"
+REFUSAL_HEADER = "X-Penstock-Refusal"
+"""Carries the reason to a refused peer, whose WebSocket library does not show it the body."""
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Of one frame, where nothing else is said; no agent is sent a larger one, whatever the manager takes."""
