@@ -380,7 +380,7 @@ async def test_a_listener_that_raises_loses_no_job(caplog: pytest.LogCaptureFixt
 
     async with ProviderServer() as server, ComputePool([Endpoint(server.url)], on_event=broken) as pool:
         assert await ask(pool) == "echo: hello"
-    assert "on_event of a compute pool raised" in caplog.text
+    assert "a listener of a compute pool raised" in caplog.text
 
 
 async def test_a_request_that_is_no_json_fails_alone() -> None:

@@ -1,6 +1,7 @@
 """`penstock gateway pool.toml`: a pool of rate-limited services as one OpenAI-compatible endpoint on this machine.
 
-Thin: reads the file, starts `reward.gateway`, draws a table now and then. SIGHUP reads the file again, all or nothing.
+Thin: reads the file, starts `reward.gateway`, keeps a table of the endpoints on the terminal (elsewhere it prints one
+now and then). SIGHUP reads the file again, all or nothing.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
 from pathlib import Path
 
+from penstock.cli.pool_table import PoolTable, Screen
 from penstock.errors import ConfigError
 
 HELP = "serve a pool of rate-limited services as one OpenAI-compatible endpoint"
@@ -23,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8700, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--token-env", default="", metavar="NAME", help="environment variable with the callers' token")
-    parser.add_argument("--table-every", type=float, default=5.0, metavar="SECONDS", help="0 draws no table")
+    parser.add_argument(
+        "--table-every", type=float, metavar="SECONDS", help="0 draws no table (default: 1 on a terminal, else 10)"
+    )
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when the standard input is closed")
 
 
@@ -45,17 +50,28 @@ async def _serve(args: argparse.Namespace, token: str) -> int:
         pool.check_keys()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
-        loop.add_signal_handler(signal.SIGHUP, _reload, pool, args.pool)
+        screen, table = Screen(sys.stdout), PoolTable()
+        every_s = args.table_every if args.table_every is not None else 1.0 if screen.redraws else 10.0
+        loop.add_signal_handler(signal.SIGHUP, _reload, pool, args.pool, screen)
         if args.exit_with_stdin:
             loop.run_in_executor(None, _until_eof, loop, stop)
         async with Gateway(pool, args.host, args.port, token) as gateway:
-            print(f"serving {len(pool.endpoints)} endpoints on {gateway.url}", flush=True)
+            screen.say(f"serving {len(pool.endpoints)} endpoints on {gateway.url}")
+            _settle_down()
             while not stop.is_set():
+                if every_s and screen.redraws:
+                    screen.draw(table.lines(pool.snapshot(), pool.waiting, screen.width))
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), args.table_every or None)
-                if args.table_every and not stop.is_set():
-                    print(table(pool.snapshot(), pool.waiting), flush=True)
+                    await asyncio.wait_for(stop.wait(), every_s or None)
+                if every_s and not screen.redraws and not stop.is_set():
+                    screen.draw(table.lines(pool.snapshot(), pool.waiting, screen.width))
     return 0
+
+
+def _settle_down() -> None:
+    """What is loaded by now lives as long as the process: looking through it again and again would delay requests."""
+    gc.collect()
+    gc.freeze()
 
 
 def _until_eof(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
@@ -63,30 +79,12 @@ def _until_eof(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
     loop.call_soon_threadsafe(stop.set)
 
 
-def _reload(pool: object, path: Path) -> None:
+def _reload(pool: object, path: Path, screen: Screen) -> None:
     from penstock.reward.pool import ComputePool
 
     assert isinstance(pool, ComputePool)
     try:
         pool.reload(path)
-        print(f"read {path} again: {len(pool.endpoints)} endpoints", flush=True)
+        screen.say(f"read {path} again: {len(pool.endpoints)} endpoints")
     except ConfigError as error:
         print(f"penstock: error: {error}; the pool goes on as it was", file=sys.stderr, flush=True)
-
-
-def table(rows: list, waiting: int) -> str:
-    """One line for each endpoint: in flight, rate against limit, refusals, latency, spend."""
-    width = max((len(row.endpoint) for row in rows), default=8)
-    lines = [
-        f"{'endpoint':<{width}}  {'health':<9} {'flying':>6} {'cap':>5} {'limit/s':>8} {'done':>8} {'429s':>6} "
-        f"{'broken':>6} {'mean s':>7} {'spent':>9}   ({waiting} waiting)"
-    ]
-    for row in rows:
-        cap = "-" if row.cap is None else row.cap
-        limit = "-" if row.rate_limit is None else f"{row.rate_limit:.1f}"
-        latency = "-" if row.latency_s is None else f"{row.latency_s:.2f}"
-        lines.append(
-            f"{row.endpoint:<{width}}  {row.health:<9} {row.in_flight:>6} {cap:>5} {limit:>8} {row.done:>8} "
-            f"{row.refused:>6} {row.broken:>6} {latency:>7} {row.spent:>9.4f}"
-        )
-    return "\n".join(lines)

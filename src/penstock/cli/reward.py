@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import sys
+import time
 from array import array
 from collections import Counter
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.cli.pool_table import PoolTable, Screen
 from penstock.errors import ConfigError, DataError, RewardError, StorageError
 from penstock.sample import Finish, Prompt, Sample, SampleId, Score, Unscored
+
+if TYPE_CHECKING:
+    from penstock.reward.pool import ComputePool
 
 HELP = "score a JSONL of answers with a reward function"
 
@@ -116,10 +122,16 @@ async def _score(args: argparse.Namespace, samples: dict[int, Sample], out: Path
     causes: Counter[str] = Counter(result["unscored"] for result in known.values() if "unscored" in result)
     total, scored = sum(r.get("score", 0.0) for r in known.values()), sum("score" in r for r in known.values())
     scorer = Scorer(
-        args.function, mode=args.mode, processes=args.processes, timeout_s=args.timeout_s, concurrency=args.concurrency
+        args.function,
+        options=args.options,
+        mode=args.mode,
+        processes=args.processes,
+        timeout_s=args.timeout_s,
+        concurrency=args.concurrency,
     )
     following = iter(left)
     done = len(samples) - len(left)
+    progress = _Progress(len(samples))
     try:
         await scorer.start()
         with _opened(out) as file:
@@ -134,7 +146,7 @@ async def _score(args: argparse.Namespace, samples: dict[int, Sample], out: Path
                         total, scored = total + result.value, scored + 1
                     else:
                         causes[result.cause] += 1
-                    _progress(done, len(samples), scored, total)
+                    progress.show(done, scored, total)
 
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(args.concurrency, max(1, len(left)))):
@@ -142,9 +154,10 @@ async def _score(args: argparse.Namespace, samples: dict[int, Sample], out: Path
     except* (StorageError, DataError, RewardError) as errors:
         raise errors.exceptions[0] from None
     finally:
+        progress.show(done, scored, total, last=True)
         await scorer.close()
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
+        for pool in _open_pools():
+            await pool.close()
     mean = f"mean {total / scored:.4f}" if scored else "no mean"
     print(f"{scored} of {len(samples)} scored, {mean}; written to {out}")
     for cause, count in causes.most_common():
@@ -170,10 +183,32 @@ def _write(file: IO[bytes], out: Path, number: int, result: Score | Unscored) ->
         raise StorageError(f"{out}: can't be written: {error.strerror}") from None
 
 
-def _progress(done: int, samples: int, scored: int, total: float) -> None:
-    """A bar on a terminal; nothing where nobody watches."""
-    if not sys.stderr.isatty():
-        return
-    filled = 30 * done // samples
-    mean = f"mean {total / scored:.3f}" if scored else ""
-    print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {done}/{samples} {mean} ", end="", file=sys.stderr, flush=True)
+class _Progress:
+    """A bar on a terminal, and below it the endpoints of the function's pools; nothing where nobody looks."""
+
+    EVERY_S = 0.1
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._screen = Screen(sys.stderr)
+        self._tables: dict[int, PoolTable] = {}
+        self._shown_at = -math.inf
+
+    def show(self, done: int, scored: int, total: float, last: bool = False) -> None:
+        if not self._screen.redraws or (not last and time.monotonic() < self._shown_at + self.EVERY_S):
+            return
+        self._shown_at = time.monotonic()
+        filled = 30 * done // self._samples
+        mean = f"mean {total / scored:.3f}" if scored else ""
+        lines = [f"[{'#' * filled}{'.' * (30 - filled)}] {done}/{self._samples} {mean}"[: self._screen.width]]
+        for pool in _open_pools():
+            table = self._tables.setdefault(id(pool), PoolTable())
+            lines += table.lines(pool.snapshot(), pool.waiting, self._screen.width)
+        self._screen.draw(lines)
+
+
+def _open_pools() -> list[ComputePool]:
+    """The function's pools. Their module brings aiohttp, so it is looked at only where the function has asked
+    for it."""
+    known = sys.modules.get("penstock.reward.pool")
+    return known.open_pools() if known is not None else []

@@ -77,8 +77,8 @@ class LearnedCap:
     BLUR = 1.05
     """What was in flight is known to about this factor: answers on their way back no longer take up a place."""
     RUN = 12
-    """Rejections among the recent requests from which a cap is looked for although the rate is declared. A provider that
-    stalls for half a second turns away a few of those that it then finds waiting, whatever their pace was; a cap a
+    """Rejections among the recent requests from which a cap is looked for although the rate is declared. A provider
+    that stalls for half a second turns away a few of those that it then finds waiting, whatever their pace was; a cap a
     quarter below what the rate asks for turns away a quarter, again and again."""
     CONTRADICTIONS = 2
     DOUBT_S = 20.0

@@ -134,7 +134,7 @@ class Gateway:
         if body.get("stream"):
             return await self._stream(request, path, body, priority, deadline_s)
         try:
-            reply = await self.pool.request(path, body, priority=priority, deadline_s=deadline_s)
+            reply = await self.pool.request(path, body, priority=priority, deadline_s=deadline_s, encoded=raw)
         except PoolError as error:
             return _failed(error)
         content = reply.body or msgspec.json.encode(reply.value)

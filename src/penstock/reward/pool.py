@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 import threading
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,16 +24,24 @@ from penstock.reward.cache import AnswerCache, SingleFlight, content_key
 from penstock.reward.failures import PoolClosed
 from penstock.reward.jobs import Job
 from penstock.reward.limits import Endpoint, PoolConfig, PoolOptions, load_pool, read_key
-from penstock.reward.report import AttemptEnded, EndpointRow, rows_of
+from penstock.reward.report import AttemptEnded, EndpointRow, Watcher, rows_of
 from penstock.reward.running import Call, Classify, Runner
 from penstock.reward.schedule import Scheduler
 from penstock.reward.transport import HttpTransport, Reply, Request, Transport, lines_of
 
-__all__ = ["ComputePool"]
+__all__ = ["ComputePool", "open_pools"]
 
 _T = TypeVar("_T")
 STREAM_AHEAD = 64
 """Pieces of a streamed body that may wait for the reader before the provider's are left in the socket."""
+
+
+_OPEN: weakref.WeakSet[ComputePool] = weakref.WeakSet()
+
+
+def open_pools() -> list[ComputePool]:
+    """The pools of this process that are not closed, in no order."""
+    return list(_OPEN)
 
 
 class ComputePool:
@@ -40,9 +49,9 @@ class ComputePool:
 
     `transports` maps an endpoint's url (such as `local:sandbox`) to what reaches it; others go over HTTP. `on_event` is
     called with an `AttemptEnded` for each attempt, on the pool's loop; it must be quick. `classify(outcome, reply)`
-    says what an attempt's end means: a `Kind`, or None to leave it as it is. With `single_flight`, equal requests in flight
-    are sent once (wrong for sampled answers that are meant to differ, so off unless asked for); with a `cache`, answers
-    are kept on disk, too.
+    says what an attempt's end means: a `Kind`, or None to leave it as it is. With `single_flight`, equal requests in
+    flight are sent once (wrong for sampled answers that are meant to differ, so off unless asked for); with a `cache`,
+    answers are kept on disk, too. `watchers` are told of jobs and attempts (`tracing.Tracing` is one).
     """
 
     def __init__(
@@ -55,6 +64,7 @@ class ComputePool:
         http: Transport | None = None,
         single_flight: bool = False,
         cache: AnswerCache | None = None,
+        watchers: Sequence[Watcher] = (),
     ) -> None:
         declared = list(endpoints)
         if not declared:
@@ -63,11 +73,12 @@ class ComputePool:
         self._http: Transport = http if http is not None else HttpTransport()
         self._check(declared)
         self._scheduler = Scheduler(declared, options or PoolOptions())
-        self._runner = Runner(self._scheduler, self._transport_of, on_event, classify)
+        self._runner = Runner(self._scheduler, self._transport_of, on_event, classify, watchers)
         self._flights = SingleFlight() if single_flight or cache is not None else None
         self._cache = cache
         self._loop: asyncio.AbstractEventLoop | None = None
         self._binding = threading.Lock()
+        _OPEN.add(self)
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], **kwargs: Any) -> ComputePool:
@@ -123,15 +134,18 @@ class ComputePool:
         estimated_tokens: float | None = None,
         attempts: int | None = None,
         hedge_after_s: float | None = None,
+        encoded: bytes = b"",
     ) -> Reply:
         """Sends one JSON request by way of the pool, wherever it is best answered.
+
+        `encoded` is `body` as JSON, where the caller has it already: it then goes out byte for byte.
 
         Raises:
             PoolError: there is no answer; its kind (`penstock.reward.failures`) says why.
         """
         if body.get("stream"):
             raise ConfigError("'stream' is set: use ComputePool.stream, which yields the pieces")
-        home, request = self._bind(), Request(path, body)
+        home, request = self._bind(), Request(path, body, encoded=encoded)
         if self._flights is not None:
             work = self._once(request, priority, deadline_s, estimated_tokens, attempts, hedge_after_s)
             return await self._at_home(work)
@@ -254,6 +268,7 @@ class ComputePool:
             hedge_after_s=math.inf if call.pieces is not None else hedge_after_s,
             patient=deadline_s is None,
         )
+        self._runner.queued(job)
         self._runner.pump()
         return job
 
@@ -270,6 +285,7 @@ class ComputePool:
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Takes no more jobs, fails waiting ones with `PoolClosed`, gives running ones `grace_s`, then cancels them."""
+        _OPEN.discard(self)
         if self._loop is None:
             self._scheduler.close()
             return

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
-from penstock.reward.jobs import Attempt
+from penstock.reward.jobs import Attempt, Job
 from penstock.reward.retry import Outcome
 from penstock.reward.schedule import Scheduler
 
-__all__ = ["AttemptEnded", "EndpointRow", "prometheus_text", "rows_of"]
+__all__ = ["METRICS", "AttemptEnded", "EndpointRow", "JobEnded", "Watcher", "prometheus_text", "rows_of"]
 
 
 class AttemptEnded(msgspec.Struct, tag_field="event", tag="reward_attempt", kw_only=True, frozen=True):
@@ -45,6 +46,46 @@ class AttemptEnded(msgspec.Struct, tag_field="event", tag="reward_attempt", kw_o
             tokens=outcome.tokens,
             hedge=attempt.hedge,
         )
+
+
+class JobEnded(msgspec.Struct, tag_field="event", tag="reward_job", kw_only=True, frozen=True):
+    """One job, as it ended. Holds no key and no content."""
+
+    ts: float
+    job: int
+    model: str
+    outcome: str
+    """`done`, `cancelled` or the name of the error, such as `DeadlinePassed`."""
+    took_s: float
+    broken: int
+    turned_away: int
+    hedges: int
+    running: int
+    """Attempts that are still being cancelled; their own events follow."""
+
+    @classmethod
+    def of(cls, job: Job, outcome: str, now: float) -> JobEnded:
+        return cls(
+            ts=time.time(),
+            job=job.number,
+            model=job.model,
+            outcome=outcome,
+            took_s=now - job.queued_at,
+            broken=job.attempts,
+            turned_away=job.turned_away,
+            hedges=job.hedges,
+            running=len(job.live),
+        )
+
+
+class Watcher(Protocol):
+    """What a pool tells as it happens, on its own loop. Must be quick; what it raises is told to the loop."""
+
+    def queued(self, job: int, model: str) -> None: ...
+
+    def attempt_ended(self, event: AttemptEnded) -> None: ...
+
+    def job_ended(self, event: JobEnded) -> None: ...
 
 
 class EndpointRow(msgspec.Struct, frozen=True):
@@ -94,7 +135,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-_METRICS = (
+METRICS = (
     ("in_flight", "gauge", "Attempts in flight."),
     ("sent", "counter", "Attempts sent."),
     ("done", "counter", "Attempts answered."),
@@ -110,7 +151,7 @@ def prometheus_text(rows: Sequence[EndpointRow], waiting: int) -> str:
     """The rows in Prometheus' text format."""
     lines = ["# HELP penstock_pool_waiting Jobs queued.", "# TYPE penstock_pool_waiting gauge"]
     lines.append(f"penstock_pool_waiting {waiting}")
-    for name, kind, text in _METRICS:
+    for name, kind, text in METRICS:
         full = f"penstock_pool_{name}" + ("_total" if kind == "counter" else "")
         lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
         for row in rows:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.reward.failures import JobFailed
 from penstock.reward.jobs import Attempt, Job
-from penstock.reward.report import AttemptEnded
+from penstock.reward.report import AttemptEnded, JobEnded, Watcher
 from penstock.reward.retry import Kind, Outcome
 from penstock.reward.schedule import Scheduler
 from penstock.reward.transport import Reply, Request, Transport
@@ -61,6 +61,7 @@ class Runner:
         transport_of: Callable[[str], Transport],
         on_event: Callable[[AttemptEnded], None] | None,
         classify: Classify | None,
+        watchers: Sequence[Watcher] = (),
     ) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.idle: asyncio.Event | None = None
@@ -69,6 +70,7 @@ class Runner:
         self._transport_of = transport_of
         self._on_event = on_event
         self._classify = classify
+        self._watchers = tuple(watchers)
         self._timer: asyncio.TimerHandle | None = None
 
     def abandon(self) -> None:
@@ -169,7 +171,7 @@ class Runner:
                 call.granted = attempt
                 call.wake()
         for job in scheduler.take_finished():
-            self._resolve(job.payload, job.error)
+            self._resolve(job, job.error)
         wake_at = scheduler.wake_at(now)
         timer = self._timer
         if timer is not None and (timer.cancelled() or timer.when() > wake_at or timer.when() <= now):
@@ -184,10 +186,23 @@ class Runner:
         self._timer = None
         self.pump()
 
-    @staticmethod
-    def _resolve(call: Call, error: Exception | None) -> None:
+    def _resolve(self, job: Job, error: Exception | None) -> None:
+        call: Call = job.payload
         call.over, call.error = True, error
         call.wake()
+        if self._watchers:
+            self._job_ended(job, "done" if error is None else type(error).__name__)
+
+    def queued(self, job: Job) -> None:
+        """A job has just been queued, in its caller's context."""
+        for watcher in self._watchers:
+            self._tell(watcher.queued, job.number, job.model)
+
+    def _job_ended(self, job: Job, outcome: str) -> None:
+        assert self.loop is not None
+        event = JobEnded.of(job, outcome, self.loop.time())
+        for watcher in self._watchers:
+            self._tell(watcher.job_ended, event)
 
     def stop(self, attempt: Attempt) -> None:
         """Cancels an attempt, wherever it is made; one that nobody makes yet is over at once."""
@@ -213,8 +228,12 @@ class Runner:
         attempt.handle = OVER
         assert self.loop is not None
         now = self.loop.time()
-        if self._on_event is not None:
-            self._tell(self._on_event, attempt, outcome, now)
+        if self._on_event is not None or self._watchers:
+            event = AttemptEnded.of(attempt, outcome, now)
+            if self._on_event is not None:
+                self._tell(self._on_event, event)
+            for watcher in self._watchers:
+                self._tell(watcher.attempt_ended, event)
         for loser in self._scheduler.report(attempt, outcome, now):
             self.stop(loser)
 
@@ -223,16 +242,23 @@ class Runner:
             self._settle(attempt, outcome)
             self.pump()
 
-    def _tell(self, on_event: Callable[[AttemptEnded], None], attempt: Attempt, outcome: Outcome, now: float) -> None:
-        event = AttemptEnded.of(attempt, outcome, now)
+    def _tell(self, listener: Callable[..., None], *what: object) -> None:
         try:
-            on_event(event)
+            listener(*what)
         except Exception as error:  # noqa: BLE001 - a listener's fault must not lose a job; it is told through the loop
             assert self.loop is not None
-            self.loop.call_exception_handler({"message": "on_event of a compute pool raised", "exception": error})
+            name = getattr(listener, "__qualname__", repr(listener))
+            self.loop.call_exception_handler(
+                {"message": f"a listener of a compute pool raised: {name}", "exception": error}
+            )
 
     def cancel(self, job: Job) -> None:
         """The caller no longer wants the answer."""
+        call: Call = job.payload
+        if not call.over:
+            call.over = True
+            if self._watchers and self.loop is not None:
+                self._job_ended(job, "cancelled")
         for attempt in self._scheduler.cancel(job):
             self.stop(attempt)
         if self.loop is not None and not self.loop.is_closed():
@@ -244,5 +270,5 @@ class Runner:
             call: Call = attempt.job.payload
             self._scheduler.cancel(attempt.job)
             if not call.over:
-                self._resolve(call, error)
+                self._resolve(attempt.job, error)
             self.stop(attempt)
