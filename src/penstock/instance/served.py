@@ -47,6 +47,8 @@ LAST_WORDS_S = 2.0
 """For a server's process to end after its connections broke; then its log says why."""
 RATE_WINDOW_S = 5.0
 CONTROL_CONNECTIONS = 8
+KEEP_ALIVE_S = 2.0
+"""Less than servers keep a connection open that nothing is asked on: one that closes just then breaks a request."""
 
 NETWORK_ERRORS = (OSError, aiohttp.ClientError, TimeoutError)
 
@@ -85,7 +87,7 @@ class ServedEngine:
         self._folder: Path | None = None
         self._swapping = asyncio.Lock()
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=max_running + CONTROL_CONNECTIONS),
+            connector=aiohttp.TCPConnector(limit=max_running + CONTROL_CONNECTIONS, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         )
         self._watch: asyncio.Task[None] | None = None
