@@ -6,6 +6,7 @@ Run by `make test-verl`, in an environment that has verl; `make test` doesn't co
 from __future__ import annotations
 
 import asyncio
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from penstock.errors import PenstockError
 from penstock.integrations.verl_manager import PenstockRewardManager
 
 HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "integrations.md"
 FUNCTIONS = HERE / "rewards_for_frameworks.py"
 FUNCTION = "reward.custom_reward_function.path=pkg://penstock.integrations.verl"
 MANAGER = [
@@ -189,3 +191,12 @@ def test_verls_reward_loop_on_ray_gives_its_trainer_scores_and_extra_infos(
         ["sums"] * 3, ["u0", "u1", "u2"], {name: values.tolist() for name, values in infos.items()}
     )
     assert metrics["sums"]["unscored"]["mean@1"] == pytest.approx(1 / 3)
+
+
+def test_the_command_lines_of_the_page_are_verls_own(configure: Any) -> None:
+    blocks = re.findall(r"```bash\n(python -m verl.*?)```", PAGE.read_text(), re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        config = configure(*re.findall(r"^  (\+?reward\.\S+)", block, re.M))
+        data = batch({"response": "2", "truth": "2"}, {"response": "3", "truth": "2"})
+        assert [output["reward_score"] for output in score(config, data)] == [1.0, 0.0]
