@@ -14,7 +14,7 @@ from builtin_models import Collected, start
 from stand_in_server import VOCAB, StandIn, token
 
 from penstock.errors import ConfigError, EngineError
-from penstock.instance import served, weight_folder
+from penstock.instance import outgoing, weight_folder
 from penstock.instance.engine import Engine
 from penstock.instance.liveness import StallWatch
 from penstock.instance.served import ServedEngine
@@ -332,13 +332,13 @@ async def test_a_flush_gives_the_last_tokens_and_draws_no_more(engine: ServedEng
 async def test_tokens_that_nobody_takes_are_not_read_on(
     engine: ServedEngine, server: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served, "GATHER_S", 0.0)
+    monkeypatch.setattr(outgoing, "GATHER_S", 0.0)
     server.gate.clear()
-    for unread in range(1, served.UNREAD_DELTAS + 2):
+    for unread in range(1, outgoing.UNREAD_DELTAS + 2):
         engine.start([start(unread, PROMPT, Sampling(max_new_tokens=2))])
         await until(lambda seen=unread: len(server.requests) == seen and server.running == 0)
-        await until(lambda seen=unread: engine.load().tokens_generated == 2 * min(seen, served.UNREAD_DELTAS))
-    assert engine.load().tokens_generated == 2 * served.UNREAD_DELTAS
+        await until(lambda seen=unread: engine.load().tokens_generated == 2 * min(seen, outgoing.UNREAD_DELTAS))
+    assert engine.load().tokens_generated == 2 * outgoing.UNREAD_DELTAS
     server.gate.set()
     collected = await finished(engine, [1, 2, 3])
     assert collected.tokens[3] == expected(2)

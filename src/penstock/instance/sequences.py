@@ -147,3 +147,21 @@ class Gathering:
             delta.logprobs += row.logprobs
         self._rows, self._causes = {}, {}
         return delta
+
+
+def without(delta: TokenDelta, leases: set[int]) -> TokenDelta:
+    """`delta` without the rows of `leases`."""
+    if leases.isdisjoint(delta.leases):
+        return delta
+    kept = TokenDelta(delta.version, causes={k: cause for k, cause in delta.causes.items() if k not in leases})
+    at = 0
+    for lease, start, count, finish in zip(delta.leases, delta.starts, delta.counts, delta.finishes, strict=True):
+        if lease not in leases:
+            kept.leases.append(lease)
+            kept.starts.append(start)
+            kept.counts.append(count)
+            kept.finishes.append(finish)
+            kept.token_ids += delta.token_ids[at : at + count]
+            kept.logprobs += delta.logprobs[at : at + count]
+        at += count
+    return kept

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import struct
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -24,20 +23,13 @@ import aiohttp
 from penstock.errors import EngineError
 from penstock.instance.dialect import Chunk, Dialect, ServerFacts
 from penstock.instance.engine import DEFAULT_CONTEXT_TOKENS, EngineInfo, EngineLoad, SequenceStart, TokenDelta
-from penstock.instance.sequences import ABORTS_ALLOWED, Gathering, Held, check_chunk, refusal
+from penstock.instance.outgoing import Outgoing, TokenCount
+from penstock.instance.sequences import ABORTS_ALLOWED, Held, check_chunk, refusal
 from penstock.instance.supervise import Server
-from penstock.instance.weight_folder import WeightFolders, parse_config
+from penstock.instance.weight_folder import WeightFolders, difference, identity, parse_config
 from penstock.sample import Finish
 from penstock.weights.manifest import StagedWeights
 
-GATHER_S = 0.01
-"""Chunks that come within so long of the first one go out in the same delta."""
-UNREAD_DELTAS = 2
-"""Deltas that may wait for their reader or be in its hands; beyond, the server's answers are not read on.
-
-What came and was not sent is what the loss of a machine costs, so it is bounded here: one delta on its way and one
-made meanwhile.
-"""
 END_S = 5.0
 """For the server to end what runs, with the last tokens; then the connections are closed."""
 ABORT_AGAIN_S = 0.5
@@ -45,7 +37,6 @@ ABORT_AGAIN_S = 0.5
 CONNECT_S = 10.0
 LAST_WORDS_S = 2.0
 """For a server's process to end after its connections broke; then its log says why."""
-RATE_WINDOW_S = 5.0
 CONTROL_CONNECTIONS = 8
 KEEP_ALIVE_S = 2.0
 """Less than servers keep a connection open that nothing is asked on: one that closes just then breaks a request."""
@@ -78,12 +69,10 @@ class ServedEngine:
         self._fits_context = not max_context_tokens
         self._max_context_tokens = max_context_tokens or DEFAULT_CONTEXT_TOKENS
         self._folders = folders or WeightFolders(untie=dialect.unties_embeddings)
-        self._progress = progress
         self._facts: ServerFacts | None = None
         self._model: Mapping[str, Any] = {}
         """Of the first weights: what later ones must be alike in."""
         self._vocab_size = 0
-        self._version = -1
         self._folder: Path | None = None
         self._swapping = asyncio.Lock()
         self._http = aiohttp.ClientSession(
@@ -97,20 +86,11 @@ class ServedEngine:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._paused = False
         self._flushed = False
-        self._gathered = Gathering()
-        self._timer: asyncio.TimerHandle | None = None
-        self._deltas: deque[TokenDelta] = deque()
-        self._unread = 0
-        self._news = asyncio.Event()
-        self._room = asyncio.Event()
-        self._room.set()
+        self._out = Outgoing()
         self._death: EngineError | None = None
         self._closed = False
-        # One that takes the place of another in the same process counts on.
-        self._counted_before = int(struct.unpack("<Q", progress[:8])[0]) if progress is not None else 0
-        self._tokens_generated = 0
+        self._count = TokenCount(progress)
         self._tokens_prefilled = 0
-        self._rate: deque[tuple[float, int]] = deque()
 
     # ---- the protocol
 
@@ -126,7 +106,7 @@ class ServedEngine:
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._out.version
 
     @property
     def frame_steps(self) -> int:
@@ -139,25 +119,26 @@ class ServedEngine:
 
     def fit_context(self, max_context_tokens: int) -> None:
         """Takes the context that the run wants, unless one was given at the start or the first weights are loaded."""
-        if self._fits_context and self._version < 0:
+        if self._fits_context and self.version < 0:
             self._max_context_tokens = max_context_tokens
 
     async def update_weights(self, weights: StagedWeights) -> None:
         """The first call starts the server where that is this engine's to do, and checks that it fits the run."""
         self._check_alive()
         config = parse_config(weights.manifest.config_json)
-        model = _identity(weights, config)
-        if self._model and (difference := _difference(self._model, model)):
-            raise EngineError(f"weight version {weights.version} is of another model: {difference}")
+        model = identity(weights, config)
+        if self._model and (why := difference(self._model, model)):
+            raise EngineError(f"weight version {weights.version} is of another model: {why}")
         async with self._swapping:
             folder = await asyncio.to_thread(self._folders.write, weights)
             try:
-                if self._version < 0:
+                if self.version < 0:
                     await self._begin(folder, weights.version, config)
                 else:
                     await self._swap(folder, weights.version)
             except BaseException:
-                await asyncio.to_thread(self._folders.remove, folder)
+                if folder != self._folder:
+                    await asyncio.to_thread(self._folders.remove, folder)
                 raise
             old, self._folder, self._model = self._folder, folder, model
             if old is not None and old != folder:
@@ -166,9 +147,9 @@ class ServedEngine:
     def start(self, sequences: Sequence[SequenceStart]) -> None:
         self._check_alive()
         for sequence in sequences:
-            cause = refusal(sequence, self._version, self._max_context_tokens, self._vocab_size)
+            cause = refusal(sequence, self.version, self._max_context_tokens, self._vocab_size)
             if cause:
-                self._gather(sequence.lease, len(sequence.prefix_ids), Chunk(finish=Finish.FAILED, cause=cause))
+                self._out.gather(sequence.lease, len(sequence.prefix_ids), Chunk(finish=Finish.FAILED, cause=cause))
             else:
                 self._waiting.append(Held(sequence, list(sequence.prefix_ids)))
         self._fill()
@@ -176,9 +157,7 @@ class ServedEngine:
     def stop(self, leases: Sequence[int]) -> None:
         """Closes the requests; the server ends them when it finds that nobody reads."""
         gone = set(leases)
-        self._gathered.forget(leases)
-        for delta in self._deltas:
-            _blank(delta, gone)
+        self._out.forget(leases)
         for lease in gone:
             self._running.pop(lease, None)
             if (task := self._tasks.get(lease)) is not None:
@@ -187,55 +166,37 @@ class ServedEngine:
             self._waiting = deque(held for held in self._waiting if held.lease not in gone)
         self._fill()
 
-    async def deltas(self) -> AsyncIterator[TokenDelta]:
+    def deltas(self) -> AsyncIterator[TokenDelta]:
         """Ends after `close`, once every delta has been taken."""
-        while True:
-            while self._deltas:
-                delta = self._deltas.popleft()
-                try:
-                    if delta.leases:
-                        yield delta
-                finally:
-                    # Who comes for the next one, or goes, has done with this one.
-                    self._unread -= 1
-                    self._room.set()
-                    self._cut_later()
-            if self._death is not None:
-                raise self._death
-            if self._closed:
-                return
-            self._news.clear()
-            await self._news.wait()
+        return self._out.deltas()
 
     def load(self) -> EngineLoad:
         return EngineLoad(
             running=len(self._running),
             waiting=len(self._waiting),
             kv_tokens=sum(held.context_tokens for held in self._running.values()),
-            tokens_generated=self._tokens_generated,
+            tokens_generated=self._count.tokens,
             tokens_prefilled=self._tokens_prefilled,
-            tokens_per_s=self._tokens_per_s(),
+            tokens_per_s=self._count.per_s(),
         )
 
     async def flush(self) -> None:
         self._flushed = True
         await self._end_running()
-        self._cut()
+        self._out.cut()
 
     async def close(self) -> None:
         self._closed = self._paused = True
         tasks = [*self._tasks.values(), *([self._watch] if self._watch else [])]
         for task in tasks:
             task.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
         try:
             await self._server.close()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._http.close()
         finally:
             await asyncio.to_thread(self._folders.close)
-            self._news.set()
+            self._out.end(self._death)
 
     # ---- weights
 
@@ -258,7 +219,7 @@ class ServedEngine:
         self._facts = facts
         self._vocab_size = facts.vocab_size or int(config["vocab_size"])
         self._max_running = min(self._max_running, facts.max_running or self._max_running)
-        self._version = version
+        self._out.version = version
         _log.info("%s at %s serves weight version %d", facts.software, self._server.base_url, version)
 
     def _check_facts(self, facts: ServerFacts, config: Mapping[str, Any]) -> None:
@@ -284,13 +245,13 @@ class ServedEngine:
         """Everything that runs is ended at its last token, and goes on with the new weights, or with the old ones."""
         try:
             await self._end_running()
-            self._cut()
+            self._out.cut()
             try:
                 await self._load(folder, version)
             except EngineError as error:
                 await self._fall_back(error)
                 raise
-            self._version = version
+            self._out.version = version
         finally:
             self._paused = False
             self._fill()
@@ -300,7 +261,7 @@ class ServedEngine:
         try:
             if self._folder is None:
                 raise EngineError("there are no older weights")
-            await self._load(self._folder, self._version)
+            await self._load(self._folder, self.version)
         except EngineError as second:
             self._die(f"no weights can be relied on after a swap that failed ({error}): {second}")
 
@@ -334,7 +295,7 @@ class ServedEngine:
         stream = self._dialect.generate(self._http, self._server.base_url, held.request_id, start)
         try:
             async for chunk in stream:
-                await self._room.wait()
+                await self._out.room.wait()
                 if self._take(held, chunk):
                     return
             self._dropped(held, "the server's answer ended before the sequence did")
@@ -348,17 +309,17 @@ class ServedEngine:
 
     def _take(self, held: Held, chunk: Chunk) -> bool:
         """True where the request is over. Raises EngineError for what no sound server says."""
-        check_chunk(chunk, held, self._version, self._vocab_size)
+        check_chunk(chunk, held, self.version, self._vocab_size)
         if chunk.token_ids and not held.prefilled:
             held.prefilled = True
             self._tokens_prefilled += held.context_tokens
         begin = len(held.drawn)
         held.drawn.extend(chunk.token_ids)
-        self._count(len(chunk.token_ids))
+        self._count.add(len(chunk.token_ids))
         if chunk.aborted and (finish := self._finish_of(held)):
             chunk.aborted, chunk.finish = False, finish
         if chunk.token_ids or chunk.finish:
-            self._gather(held.lease, begin, chunk)
+            self._out.gather(held.lease, begin, chunk)
         if chunk.aborted:
             self._dropped(held, chunk.cause)
         return chunk.aborted or chunk.finish is not Finish.RUNNING
@@ -379,7 +340,7 @@ class ServedEngine:
             self._waiting.appendleft(held)
             return
         cause = f"the server ended it {held.aborts} times before its end: {cause or 'it does not say why'}"
-        self._gather(held.lease, len(held.drawn), Chunk(finish=Finish.FAILED, cause=cause))
+        self._out.gather(held.lease, len(held.drawn), Chunk(finish=Finish.FAILED, cause=cause))
 
     async def _lost(self, held: Held, error: BaseException) -> None:
         """A broken connection is the server's end, unless it answers."""
@@ -418,47 +379,6 @@ class ServedEngine:
         if late:
             await asyncio.wait(late.values())
 
-    # ---- deltas
-
-    def _gather(self, lease: int, begin: int, chunk: Chunk) -> None:
-        self._gathered.add(lease, begin, chunk)
-        self._cut_later()
-
-    def _cut_later(self) -> None:
-        if self._gathered and self._timer is None and self._unread < UNREAD_DELTAS:
-            self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._cut)
-
-    def _cut(self) -> None:
-        """What was gathered becomes a delta, whatever waits: this is called where there is room, or at an end."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if not self._gathered:
-            return
-        self._deltas.append(self._gathered.cut(self._version))
-        self._unread += 1
-        if self._unread >= UNREAD_DELTAS:
-            self._room.clear()
-        self._news.set()
-
-    def _count(self, tokens: int) -> None:
-        self._tokens_generated += tokens
-        if self._progress is not None:
-            self._progress[:8] = struct.pack("<Q", self._counted_before + self._tokens_generated)
-        now = time.monotonic()
-        if not self._rate or now - self._rate[-1][0] > GATHER_S:
-            self._rate.append((now, self._tokens_generated))
-        while len(self._rate) > 2 and self._rate[0][0] < now - RATE_WINDOW_S:
-            self._rate.popleft()
-
-    def _tokens_per_s(self) -> float:
-        """Mean rate over the last seconds, up to now, so that it falls to 0 when nothing runs."""
-        now = time.monotonic()
-        recent = [(at, tokens) for at, tokens in self._rate if at >= now - RATE_WINDOW_S]
-        if not recent or now <= recent[0][0]:
-            return 0.0
-        return (self._tokens_generated - recent[0][1]) / (now - recent[0][0])
-
     # ---- the end
 
     async def _watch_server(self) -> None:
@@ -468,52 +388,16 @@ class ServedEngine:
         """Deltas that were made are still given out; then their reader gets the cause."""
         if self._death is not None or self._closed:
             return
-        self._cut()
         self._death = EngineError(cause)
+        self._out.end(self._death)
         for task in self._tasks.values():
             task.cancel()
-        self._news.set()
 
     def _check_alive(self) -> None:
         if self._death is not None:
             raise self._death
         if self._closed:
             raise EngineError(f"the {self._dialect.kind} engine is closed")
-
-
-def _identity(weights: StagedWeights, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What two versions of one model have in common."""
-    return {
-        "model_type": config.get("model_type"),
-        "vocab_size": config.get("vocab_size"),
-        **{f"tensor {entry.name}": (entry.dtype, list(entry.shape)) for entry in weights.manifest.tensors},
-    }
-
-
-def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    for key in (*old, *new):
-        if old.get(key) != new.get(key):
-            return f"{key} was {old.get(key)} and is {new.get(key)}"
-    return ""
-
-
-def _blank(delta: TokenDelta, leases: set[int]) -> None:
-    """Takes the rows of `leases` out of a delta that nobody has read yet."""
-    if leases.isdisjoint(delta.leases):
-        return
-    kept = TokenDelta(delta.version, causes={k: v for k, v in delta.causes.items() if k not in leases})
-    at = 0
-    for lease, start, count, finish in zip(delta.leases, delta.starts, delta.counts, delta.finishes, strict=True):
-        if lease not in leases:
-            kept.leases.append(lease)
-            kept.starts.append(start)
-            kept.counts.append(count)
-            kept.finishes.append(finish)
-            kept.token_ids += delta.token_ids[at : at + count]
-            kept.logprobs += delta.logprobs[at : at + count]
-        at += count
-    delta.leases, delta.starts, delta.counts, delta.finishes = kept.leases, kept.starts, kept.counts, kept.finishes
-    delta.token_ids, delta.logprobs, delta.causes = kept.token_ids, kept.logprobs, kept.causes
 
 
 def _words(error: BaseException) -> str:

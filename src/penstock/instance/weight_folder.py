@@ -148,6 +148,23 @@ def parse_config(config_json: str) -> dict[str, Any]:
     return config
 
 
+def identity(weights: StagedWeights, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What two versions of one model have in common."""
+    return {
+        "model_type": config.get("model_type"),
+        "vocab_size": config.get("vocab_size"),
+        **{f"tensor {entry.name}": (entry.dtype, list(entry.shape)) for entry in weights.manifest.tensors},
+    }
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """The first thing in which two identities differ; empty where they are alike."""
+    for key in (*old, *new):
+        if old.get(key) != new.get(key):
+            return f"{key} was {old.get(key)} and is {new.get(key)}"
+    return ""
+
+
 def write_safetensors(path: Path, tensors: Mapping[str, tuple[TensorEntry, memoryview]]) -> None:
     """One safetensors file: the length of its header (8 bytes), the header as JSON, the tensors' bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
