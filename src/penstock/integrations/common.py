@@ -100,7 +100,7 @@ class Rewards:
     """One reward function in a framework's process, with a scorer for each event loop that asks.
 
     Sync functions run on threads or, with mode `process`, in processes that are killed at the deadline: never on the
-    framework's loop.
+    framework's loop. Frameworks don't say when they are done: threads and processes end with this one.
     """
 
     def __init__(
@@ -147,12 +147,6 @@ class Rewards:
     async def score_all(self, samples: Sequence[Sample]) -> list[Score | Unscored]:
         """Scores samples at once, in their order."""
         return list(await asyncio.gather(*(self.score(sample) for sample in samples)))
-
-    async def close(self) -> None:
-        """Ends what the running loop's scorer holds; left out, it ends with the process."""
-        scorer = self._scorers.pop(asyncio.get_running_loop(), None)
-        if scorer is not None:
-            await scorer.close()
 
 
 def sample_of(
