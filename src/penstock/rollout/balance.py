@@ -1,19 +1,37 @@
-"""Where the next waiting samples go: decides per sample, never per group.
+"""Where samples go inside a step, decided per sample and never per group.
 
-The first policy is the shortest queue: each sample goes to the instance with the fewest samples for each place it
-has, as long as no more than `max_pending` would wait there; the rest wait at the manager, where they can still go
-anywhere (delayed dispatch, as in RLBoost's Algorithm 2). Refuses to know what a sample is, how long it will get, and
-which instances hold the right weights and have the context for it: it is shown only those.
+A policy is asked two things. `assign`: which instance the next waiting samples go to; those it leaves out wait at the
+manager, where they can still go anywhere (delayed dispatch, as in RLBoost's Algorithm 2). `moves`: which samples are
+better off elsewhere than where they are. It is told what instances report and how long answers got, and may learn from
+that. The manager and the simulator ask and tell the same object; it owns no clock and no state of any sample.
+
+Refuses to know which instances hold the right weights and have the context: it is shown only those.
+
+`ShortestQueue` is the simplest policy, and the base of `Balanced` (in `balanced.py`), which moves work too. A user's
+own is a class with these methods, named by import path (`load_policy`).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["DispatchPolicy", "InstanceLoad", "ShortestQueue"]
+from penstock.errors import ConfigError
+
+__all__ = [
+    "BalancePolicy",
+    "DispatchPolicy",
+    "InstanceLoad",
+    "Move",
+    "PlacedSample",
+    "Queue",
+    "Report",
+    "ShortestQueue",
+    "load_policy",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,39 +45,236 @@ class InstanceLoad:
     """Sequences that it decodes at once."""
     tokens_per_s: float = 0.0
     """As it reported last; 0 where it has not yet."""
+    pending: int = 0
+    """Samples that wait at it, as it reported last: more than `samples - max_running` where its memory is full."""
 
 
-class DispatchPolicy(Protocol):
-    """Pure: what it is given decides what it answers."""
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """Samples of one batch that wait: moved ones first, then fresh ones, prompt by prompt."""
 
-    def assign(self, waiting: int, loads: Sequence[InstanceLoad]) -> list[int]:
+    fresh: int
+    first_fresh: int = 0
+    """Number of the first fresh one, counted over the batch."""
+    samples_per_prompt: int = 1
+    moved: int = 0
+
+    @property
+    def waiting(self) -> int:
+        return self.moved + self.fresh
+
+    def prompt_of(self, position: int) -> int:
+        """Row of the prompt of the sample that waits at a position; -1 for a moved one."""
+        if position < self.moved:
+            return -1
+        return (self.first_fresh + position - self.moved) // self.samples_per_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSample:
+    """A sample that is with an instance."""
+
+    lease: int
+    output_tokens: int
+    context_tokens: int
+    """Prompt and output."""
+    running: bool
+    """False: it waits there for a place."""
+    moves: int = 0
+    """Times it was moved by choice before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Take a sample from where it is and give it to another instance, with its tokens as prefix."""
+
+    source: str
+    lease: int
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an instance did between two heartbeats without being idle."""
+
+    instance: str
+    wall_s: float
+    running: float
+    """Mean over the time."""
+    context_tokens: float
+    """Sum over the running ones, mean over the time."""
+    tokens: int
+    prefilled: int
+    pending: int = 0
+
+
+class BalancePolicy(Protocol):
+    """Pure: what it is given, and was told before, decides what it answers."""
+
+    def assign(self, queue: Queue | int, loads: Sequence[InstanceLoad]) -> list[int]:
         """Indices into `loads` for the first waiting samples, in their order; those left out go on waiting."""
         ...
 
+    def order(self, output_tokens: Sequence[int]) -> list[int]:
+        """In which order moved samples that wait go out, as indices; each has so many tokens."""
+        ...
 
+    def moves(
+        self, waiting: int, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
+    ) -> list[Move]:
+        """Samples to move now. Asked a few times a second at most; each of them is moved at most once an answer.
+
+        `waiting`: samples that wait at the manager. `placed` lists the samples of one instance, and costs as much.
+        """
+        ...
+
+    def report(self, report: Report) -> None:
+        """An instance's work since its last heartbeat."""
+        ...
+
+    def finished(self, prompt: int, output_tokens: int) -> None:
+        """An answer to a batch's prompt, named by its row, came to its end."""
+        ...
+
+    def batch_ended(self) -> None:
+        """All samples of a batch are accounted for."""
+        ...
+
+    def gone(self, instance: str) -> None:
+        """An instance is gone for good."""
+        ...
+
+
+DispatchPolicy = BalancePolicy
+
+
+@dataclass
 class ShortestQueue:
-    """The instance with the fewest samples per place, ties to the earlier one; at most `max_pending` wait at each."""
+    """The instance with the fewest samples per place, ties to the earlier one; at most `max_pending` wait at each.
 
-    def __init__(self, max_pending: int) -> None:
-        if max_pending < 0:
-            raise ValueError(f"max_pending is {max_pending}; it must be 0 or more")
-        self.max_pending = max_pending
+    Which instance gets how many is decided by queues alone; which samples those are, by prompt: replicas of one prompt
+    go to one instance as far as the numbers leave room for it, so that its prefill is shared and balance costs nothing.
+    """
 
-    def assign(self, waiting: int, loads: Sequence[InstanceLoad]) -> list[int]:
-        heap = [
-            (load.samples / load.max_running, index, load.samples)
-            for index, load in enumerate(loads)
-            if load.samples < load.max_running + self.max_pending
-        ]
+    max_pending: int
+    affinity: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_pending < 0:
+            raise ValueError(f"max_pending is {self.max_pending}; it must be 0 or more")
+
+    def assign(self, queue: Queue | int, loads: Sequence[InstanceLoad]) -> list[int]:
+        if isinstance(queue, int):
+            queue = Queue(queue)
+        picks = self._spread(queue.moved, queue.fresh, loads)
+        if not self.affinity or queue.samples_per_prompt == 1 or len(picks) - queue.moved < 2:
+            return picks
+        return picks[: queue.moved] + _together(queue, picks[queue.moved :], queue.moved)
+
+    def order(self, output_tokens: Sequence[int]) -> list[int]:
+        return list(range(len(output_tokens)))
+
+    def moves(
+        self, waiting: int, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
+    ) -> list[Move]:
+        return []
+
+    def report(self, report: Report) -> None:
+        pass
+
+    def finished(self, prompt: int, output_tokens: int) -> None:
+        pass
+
+    def batch_ended(self) -> None:
+        pass
+
+    def gone(self, instance: str) -> None:
+        pass
+
+    def room(self, load: InstanceLoad) -> int:
+        """Samples that an instance may hold."""
+        if load.pending:
+            # Its memory is full before its places are: what it runs is what it can.
+            return load.samples - load.pending + self.max_pending
+        return load.max_running + self.max_pending
+
+    def weight(self, load: InstanceLoad) -> float:
+        """Samples of an equal load: a machine with twice as much is given twice as many."""
+        return load.max_running
+
+    def fresh_room(self, load: InstanceLoad) -> int:
+        """The same for samples that nothing was spent on yet; at most `room`."""
+        return self.room(load)
+
+    def _spread(self, moved: int, fresh: int, loads: Sequence[InstanceLoad]) -> list[int]:
+        picks, held = self._deal(moved, loads, [load.samples for load in loads], [self.room(load) for load in loads])
+        if len(picks) < moved:
+            return picks
+        return picks + self._deal(fresh, loads, held, [self.fresh_room(load) for load in loads])[0]
+
+    def _deal(
+        self, waiting: int, loads: Sequence[InstanceLoad], held: list[int], rooms: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Indices of instances, and what each holds then."""
+        weights = [self.weight(load) for load in loads]
+        heap = [(held[k] / weights[k], k) for k in range(len(loads)) if held[k] < rooms[k]]
         heapq.heapify(heap)
         picks: list[int] = []
         while heap and len(picks) < waiting:
-            _, index, samples = heap[0]
+            index = heap[0][1]
             picks.append(index)
-            samples += 1
-            room = loads[index].max_running
-            if samples < room + self.max_pending:
-                heapq.heapreplace(heap, (samples / room, index, samples))
+            held[index] += 1
+            if held[index] < rooms[index]:
+                heapq.heapreplace(heap, (held[index] / weights[index], index))
             else:
                 heapq.heappop(heap)
-        return picks
+        return picks, held
+
+
+def load_policy(path: str, **options: object) -> BalancePolicy:
+    """A policy by import path, `package.module:Class`, made with `options`.
+
+    Raises ConfigError where there is no such module or class, it won't take the options, or it lacks a method.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        made: BalancePolicy = getattr(importlib.import_module(module_name), name)(**options)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"no balance policy at {path!r}: {error}; write package.module:Class") from error
+    methods = [method for method in dir(BalancePolicy) if not method.startswith("_")]
+    missing = [method for method in methods if not callable(getattr(made, method, None))]
+    if missing:
+        raise ConfigError(f"the balance policy {path!r} has no {', '.join(missing)}")
+    return made
+
+
+def _together(queue: Queue, picks: list[int], offset: int) -> list[int]:
+    """The same picks, dealt so that samples of one prompt meet: each instance gets exactly as many as before."""
+    left: dict[int, int] = {}
+    for pick in picks:
+        left[pick] = left.get(pick, 0) + 1
+    order = _most_first(left)
+    dealt: list[int] = []
+    position = 0
+    while position < len(picks):
+        prompt = queue.prompt_of(offset + position)
+        end = position + 1
+        while end < len(picks) and queue.prompt_of(offset + end) == prompt:
+            end += 1
+        need = end - position
+        while need:
+            count, index = heapq.heappop(order)
+            taken = min(need, -count)
+            dealt += [index] * taken
+            need -= taken
+            if -count > taken:
+                heapq.heappush(order, (count + taken, index))
+        position = end
+    return dealt
+
+
+def _most_first(left: dict[int, int]) -> list[tuple[int, int]]:
+    """A heap of (minus the count, index): the instance with the most to come first."""
+    order = [(-count, index) for index, count in left.items()]
+    heapq.heapify(order)
+    return order

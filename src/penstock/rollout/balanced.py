@@ -1,0 +1,196 @@
+"""The policy that runs by default: queues level by speed, and work that moves when that shortens the step.
+
+Three decisions on top of the shortest queue:
+
+- An instance's share follows its learned speed, so that unequal machines end together, and its room follows what it
+  was seen to run at once: memory is often full before `max_running` is.
+- Nothing waits at the manager, and an instance has a free place while another has samples waiting: those move. They
+  have cost nothing yet.
+- Nothing waits anywhere, and one instance would finish much later than another: running samples move, those with the
+  longest expected remainder first, if the later of the two then ends earlier by more than a margin, the prefill of
+  what is moved counted at its learned price. A sample is moved by choice at most `max_moves` times.
+
+Refuses to guess: until speeds and lengths are learned, it is the shortest queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Report, ShortestQueue
+from penstock.rollout.curves import AnswerLengths, Speed, StepCurve, drain_s
+
+__all__ = ["Balanced"]
+
+PAIRS = 4
+"""Most and least loaded instances looked at for one answer, whose cost then does not grow with the fleet."""
+GOLDEN = 0.6180339887
+PLACES_DRIFT = 0.05
+"""Share of the way back to `max_running` for each report without pending samples: memory frees as answers end."""
+
+
+@dataclass
+class Balanced(ShortestQueue):
+    """`max_pending`: samples that may wait at an instance. `gain`: a move must shorten the later end by this share."""
+
+    max_moves: int = 3
+    gain: float = 0.08
+    width: float = 1.0
+    """Share of an instance's places that fresh samples may fill; set from a `Plan` at the start of a step."""
+    lengths: AnswerLengths = field(default_factory=AnswerLengths)
+    fleet_curve: StepCurve = field(default_factory=StepCurve)
+    curves: dict[str, StepCurve] = field(default_factory=dict)
+    _places: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_moves < 0 or not 0 <= self.gain < 1:
+            raise ValueError(f"max_moves is {self.max_moves} and gain {self.gain}; at least 0, and from 0 to below 1")
+
+    # ---- told
+
+    def report(self, report: Report) -> None:
+        for curve in (self.curves.setdefault(report.instance, StepCurve()), self.fleet_curve):
+            curve.report(report.wall_s, report.running, report.context_tokens, report.tokens, report.prefilled)
+        seen = self._places.get(report.instance)
+        if report.pending:
+            self._places[report.instance] = max(1.0, report.running)
+        elif seen is not None:
+            self._places[report.instance] = max(seen * (1 + PLACES_DRIFT), report.running)
+
+    def finished(self, prompt: int, output_tokens: int) -> None:
+        self.lengths.finished(output_tokens, prompt)
+
+    def batch_ended(self) -> None:
+        self.lengths.refresh()
+
+    def gone(self, instance: str) -> None:
+        self.curves.pop(instance, None)
+        self._places.pop(instance, None)
+
+    # ---- learned
+
+    def speed(self, instance: str) -> Speed | None:
+        """Of one instance; the fleet's where it has said too little."""
+        own = self.curves.get(instance)
+        return (own.speed if own is not None else None) or self.fleet_curve.speed
+
+    def places(self, load: InstanceLoad) -> int:
+        """Sequences that an instance runs at once, as far as was seen."""
+        seen = self._places.get(load.instance)
+        return load.max_running if seen is None else min(load.max_running, max(1, int(seen)))
+
+    def room(self, load: InstanceLoad) -> int:
+        if load.pending:
+            return load.samples - load.pending + self.max_pending
+        return self.places(load) + self.max_pending
+
+    def fresh_room(self, load: InstanceLoad) -> int:
+        if self.width >= 1.0:
+            return self.room(load)
+        return min(self.room(load), max(1, round(self.width * self.places(load))))
+
+    def weight(self, load: InstanceLoad) -> float:
+        speed = self.speed(load.instance)
+        if speed is None or not self.lengths.known:
+            return load.max_running
+        return speed.tokens_per_s(self.places(load), self.lengths.left(0) / 2)
+
+    def order(self, output_tokens: Sequence[int]) -> list[int]:
+        """Longest expected remainder first; what is equal stays as it is."""
+        if not self.lengths.known:
+            return super().order(output_tokens)
+        return sorted(range(len(output_tokens)), key=lambda k: -self.lengths.left(output_tokens[k]))
+
+    # ---- moves
+
+    def moves(
+        self, waiting: int, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
+    ) -> list[Move]:
+        if waiting or len(loads) < 2:
+            return []
+        found = self._move_pending(loads, placed)
+        return found or self._move_running(loads, placed)
+
+    def _move_pending(
+        self, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
+    ) -> list[Move]:
+        free = {load.instance: self.places(load) - load.samples for load in loads if not load.pending}
+        total = sum(max(0, count) for count in free.values())
+        found: list[Move] = []
+        for load in sorted(loads, key=lambda load: -load.pending)[:PAIRS]:
+            if not load.pending or total <= 0:
+                break
+            for sample in placed(load.instance):
+                if sample.running or sample.moves >= self.max_moves or total <= 0:
+                    continue
+                target = max(free, key=lambda name: free[name])
+                found.append(Move(load.instance, sample.lease, target))
+                free[target] -= 1
+                total -= 1
+        return found
+
+    def _move_running(
+        self, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
+    ) -> list[Move]:
+        if not self.lengths.known or any(load.pending for load in loads):
+            return []
+        ordered = sorted(loads, key=lambda load: load.samples / self.weight(load))
+        targets, sources = ordered[:PAIRS], ordered[::-1][:PAIRS]
+        found: list[Move] = []
+        used: set[str] = set()
+        for source, target in zip(sources, targets, strict=True):
+            if source.instance in used or target.instance in used or source.samples < 2:
+                continue
+            if source.samples / self.weight(source) <= (1 + self.gain) * target.samples / self.weight(target):
+                break
+            moved = self._worth(source, target, placed)
+            found += [Move(source.instance, lease, target.instance) for lease in moved]
+            used |= {source.instance, target.instance}
+        return found
+
+    def _worth(
+        self,
+        source: InstanceLoad,
+        target: InstanceLoad,
+        placed: Callable[[str], Sequence[PlacedSample]],
+    ) -> list[int]:
+        """Leases that should go from one instance to another; none where that would not pay."""
+        fast, slow = self.speed(target.instance), self.speed(source.instance)
+        if fast is None or slow is None:
+            return []
+        here, there = self._held(placed(source.instance)), self._held(placed(target.instance))
+        # Longest remainder first; what may not move again stays.
+        here.sort(key=lambda held: (-held[0], held[2]))
+        movable = [held for held in here if held[3] < self.max_moves]
+        before = max(self._drain(slow, source, here), self._drain(fast, target, there))
+        best, best_s = 0, before * (1 - self.gain)
+        count = 1
+        while count <= len(movable):
+            chosen = {held[2] for held in movable[:count]}
+            stays = [held for held in here if held[2] not in chosen]
+            goes = there + movable[:count]
+            prefill = sum(held[1] for held in movable[:count])
+            after = max(self._drain(slow, source, stays), self._drain(fast, target, goes, prefill))
+            if after < best_s:
+                best, best_s = count, after
+            count = max(count + 1, count * 3 // 2)
+        return [held[2] for held in movable[:best]]
+
+    def _held(self, samples: Sequence[PlacedSample]) -> list[tuple[float, float, int, int]]:
+        """(expected tokens left, context now, lease, moves). Each sample has a quantile of its own, always the same."""
+        return [
+            (
+                self.lengths.left_at(sample.output_tokens, sample.lease * GOLDEN % 1.0),
+                float(sample.context_tokens),
+                sample.lease,
+                sample.moves,
+            )
+            for sample in samples
+        ]
+
+    def _drain(
+        self, speed: Speed, load: InstanceLoad, held: Sequence[tuple[float, float, int, int]], prefill: float = 0.0
+    ) -> float:
+        return drain_s(speed, self.places(load), [(left, context) for left, context, _, _ in held], prefill)

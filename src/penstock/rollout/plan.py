@@ -1,0 +1,249 @@
+"""A step worked out in advance: how wide to run and how long the reserved engines generate, found by replay.
+
+The trainer can only take complete groups, so two things trade against each other. Wide batches have the most tokens a
+second, and finish their first groups late: the trainer starves early, and the remote machines idle at the end. Narrow
+ones finish groups one after another, and waste the machines. What is best depends on speeds, lengths and training, and
+all three are learned. So the last step's answers are replayed on the machines that are there, with learned speeds, for
+a handful of choices, and the one with the shortest step is taken.
+
+Decides nothing but the `Plan`; refuses to know instances, samples and clocks. One replay costs a few microseconds a
+sample.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.rollout.curves import Speed
+
+__all__ = ["Engine", "Plan", "Training", "best_plan", "replay"]
+
+WIDTHS = (0.06, 0.09, 0.13, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0)
+"""Shares of an engine's places; neighbours differ by about the square root of two, and the optimum is flat."""
+WINDOWS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.65, 0.9)
+"""First looked at, as shares of the training time."""
+FINER = (0.05, -0.05, 0.025, -0.025)
+"""Then around the best."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    speed: Speed
+    places: int
+    starts_s: float = 0.0
+    """When it may begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """As measured in the last steps."""
+
+    token_s: float
+    """Seconds for a token of a complete group, prompt and answer."""
+    micro_batch_samples: int = 1
+    switch_s: float = 0.0
+    """From generating to training."""
+    rest_s: float = 0.0
+    """After the last micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`width`: share of its places that an engine fills with fresh samples. All else in seconds."""
+
+    width: float
+    window_s: float
+    step_s: float = 0.0
+    trainer_wait_s: float = 0.0
+    remote_wait_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Running:
+    """One engine in a replay. Sequences are (step count at the end, group, prompt and full length)."""
+
+    engine: Engine
+    remote: bool
+    at_s: float
+    steps: float = 0.0
+    context: float = 0.0
+    ends: list[tuple[float, int, float]] = field(default_factory=list)
+    fresh_room: int = 0
+
+    def due(self) -> float:
+        """When its next sequence ends."""
+        return self.at_s + self.engine.speed.wall_s(
+            max(0.0, self.ends[0][0] - self.steps), len(self.ends), self.context
+        )
+
+    def advance(self, now: float) -> None:
+        if now > self.at_s:
+            if self.ends:
+                count = len(self.ends)
+                steps = min(
+                    self.engine.speed.steps_in(now - self.at_s, count, self.context), self.ends[0][0] - self.steps
+                )
+                self.steps += steps
+                self.context += steps * count
+            self.at_s = now
+
+    def admit(self, left: float, group: int, full: float) -> None:
+        """`full`: context at its end."""
+        has = full - left
+        self.at_s += has * self.engine.speed.prefill_s
+        self.context += has
+        heapq.heappush(self.ends, (self.steps + left, group, full))
+
+
+def replay(
+    groups: Sequence[Sequence[int]],
+    prompt_tokens: float,
+    remote: Sequence[Engine],
+    reserved: Sequence[Engine],
+    training: Training,
+    width: float,
+    window_s: float,
+) -> Plan:
+    """The step that a choice leads to. `groups`: lengths of answers, by prompt.
+
+    The reserved engines generate until `window_s`, or to the end where there is no remote engine.
+    """
+    if not remote:
+        window_s = float("inf")
+    waiting = deque(
+        (float(length), group, prompt_tokens + length) for group, row in enumerate(groups) for length in row
+    )
+    moved: deque[tuple[float, int, float]] = deque()
+    engines = [_Running(engine, True, engine.starts_s) for engine in remote]
+    if window_s > 0:
+        engines += [_Running(engine, False, engine.starts_s) for engine in reserved]
+    for engine in engines:
+        engine.fresh_room = max(1, round(width * engine.engine.places))
+    missing = [len(row) for row in groups]
+    complete: list[tuple[float, int]] = []
+    events: list[tuple[float, int]] = []
+
+    def fill(index: int) -> None:
+        engine = engines[index]
+        while moved and len(engine.ends) < engine.engine.places:
+            engine.admit(*moved.popleft())
+        while not moved and waiting and len(engine.ends) < engine.fresh_room:
+            engine.admit(*waiting.popleft())
+        if engine.ends:
+            heapq.heappush(events, (engine.due(), index))
+
+    # One to each in turn, as the shortest queue deals them.
+    while waiting and any(len(engine.ends) < engine.fresh_room for engine in engines):
+        for engine in engines:
+            if waiting and len(engine.ends) < engine.fresh_room:
+                engine.admit(*waiting.popleft())
+    for index in range(len(engines)):
+        fill(index)
+    open_window = window_s > 0
+    last_s = 0.0
+    while events:
+        now, index = events[0]
+        if open_window and now >= window_s:
+            open_window = False
+            moved.extend(_hand_over([engine for engine in engines if not engine.remote], window_s))
+            engines = [engine for engine in engines if engine.remote]
+            events.clear()
+            for engine in engines:
+                engine.advance(window_s)
+            while moved and any(len(engine.ends) < engine.engine.places for engine in engines):
+                for engine in engines:
+                    if moved and len(engine.ends) < engine.engine.places:
+                        engine.admit(*moved.popleft())
+            for index in range(len(engines)):
+                fill(index)
+            continue
+        heapq.heappop(events)
+        engine = engines[index]
+        engine.advance(now)
+        end, group, full = heapq.heappop(engine.ends)
+        engine.steps = end
+        engine.context = max(0.0, engine.context - full) if engine.ends else 0.0
+        missing[group] -= 1
+        last_s = now
+        if not missing[group]:
+            tokens = sum(groups[group]) + prompt_tokens * len(groups[group])
+            complete.append((now, int(tokens)))
+        fill(index)
+    window_s = min(window_s, last_s)
+    return _trained(complete, len(groups[0]), training, width, window_s, last_s)
+
+
+def best_plan(
+    groups: Sequence[Sequence[int]],
+    prompt_tokens: float,
+    remote: Sequence[Engine],
+    reserved: Sequence[Engine],
+    training: Training,
+    near: Plan | None = None,
+) -> Plan:
+    """The choice with the shortest step; of equal ones the one that leaves the remote machines the least idle.
+
+    `near`: the last plan, around which to look. Without one, everything is looked at.
+    """
+    train_s = training.token_s * sum(sum(row) + prompt_tokens * len(row) for row in groups)
+
+    def tried(width: float, window_s: float) -> Plan:
+        return replay(groups, prompt_tokens, remote, reserved, training, width, window_s)
+
+    def better(one: Plan, other: Plan) -> Plan:
+        return min(one, other, key=lambda plan: (round(plan.step_s, 3), plan.remote_wait_s))
+
+    if not remote:
+        plans = [tried(width, 0.0) for width in WIDTHS]
+        best = plans[0]
+        for plan in plans[1:]:
+            best = better(best, plan)
+        return best
+    if near is None:
+        best = tried(WIDTHS[-1], 0.0)
+        for width in WIDTHS[::2]:
+            for share in WINDOWS:
+                best = better(best, tried(width, share * train_s))
+    else:
+        best = tried(near.width, near.window_s)
+        for share in (0.15, -0.15):
+            best = better(best, tried(best.width, max(0.0, best.window_s + share * train_s)))
+    at = min(range(len(WIDTHS)), key=lambda k: abs(WIDTHS[k] - best.width))
+    for width in WIDTHS[max(0, at - 1) : at + 2]:
+        best = better(best, tried(width, best.window_s))
+    for share in FINER:
+        best = better(best, tried(best.width, max(0.0, best.window_s + share * train_s)))
+    return best
+
+
+def _hand_over(reserved: Sequence[_Running], now: float) -> list[tuple[float, int, float]]:
+    """What the reserved engines hold, oldest prompt first."""
+    rows = []
+    for engine in reserved:
+        engine.advance(now)
+        rows += [(max(0.0, end - engine.steps), group, full) for end, group, full in engine.ends]
+    return sorted(rows, key=lambda row: row[1])
+
+
+def _trained(
+    complete: Sequence[tuple[float, int]],
+    per_group: int,
+    training: Training,
+    width: float,
+    window_s: float,
+    last_s: float,
+) -> Plan:
+    """The trainer's side: micro-batches of at least so many samples, begun once they are complete."""
+    needed = -(-training.micro_batch_samples // per_group)
+    clock = window_s + (training.switch_s if window_s > 0 else 0.0)
+    wait_s = 0.0
+    for first in range(0, len(complete), needed):
+        part = complete[first : first + needed]
+        there_s = part[-1][0]
+        wait_s += max(0.0, there_s - clock)
+        clock = max(clock, there_s) + training.token_s * sum(tokens for _, tokens in part)
+    step_s = clock + training.rest_s
+    return Plan(width, window_s, step_s, wait_s, max(0.0, step_s - last_s))

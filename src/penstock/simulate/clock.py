@@ -1,0 +1,36 @@
+"""A virtual clock: what is due next, and when. Decides nothing but the order of events."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+__all__ = ["Clock"]
+
+
+class Clock:
+    """Runs callbacks in order of their time; those of one moment in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events = 0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def at(self, when_s: float, what: Callable[[], None]) -> None:
+        """A moment that has passed is now."""
+        heapq.heappush(self._heap, (max(when_s, self.now), next(self._numbers), what))
+
+    def after(self, delay_s: float, what: Callable[[], None]) -> None:
+        self.at(self.now + delay_s, what)
+
+    def run(self, until: Callable[[], bool]) -> bool:
+        """Until a condition holds after an event (True), or nothing is left to do (False)."""
+        while self._heap:
+            self.now, _, what = heapq.heappop(self._heap)
+            self.events += 1
+            what()
+            if until():
+                return True
+        return False

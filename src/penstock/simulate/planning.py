@@ -1,0 +1,43 @@
+"""What a manager knows at the start of a step, put together for `Offload.plan`. Nothing of the world's truth enters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.rollout.balanced import Balanced
+from penstock.rollout.offload import Facts, Offload
+from penstock.rollout.plan import Engine, Training
+from penstock.simulate.machine import Machine
+
+if TYPE_CHECKING:
+    from penstock.simulate.world import World
+
+__all__ = ["plan_step"]
+
+
+def plan_step(world: World, fleet: list[Machine]) -> bool:
+    """Plans the step on the machines that are there, and sets the width; False while too little is known."""
+    balance, window, profile = world.strategy.balance, world.strategy.window, world.profile
+    if not isinstance(window, Offload) or not isinstance(balance, Balanced):
+        return False
+    if world.token_s is None or not balance.lengths.groups:
+        return False
+    remote = _engines(world, balance, fleet, world.remotes.pull_s(len(fleet)))
+    reserved = _engines(world, balance, world.reserved, profile.training.switch_s)
+    if remote is None or reserved is None:
+        return False
+    training = profile.training
+    timed = Training(world.token_s, training.micro_batch_samples, training.switch_s, training.optimizer_s)
+    facts = Facts(balance.lengths.groups, profile.lengths.prompt_tokens, remote, reserved, timed)
+    balance.width = window.plan(facts).width
+    return True
+
+
+def _engines(world: World, balance: Balanced, machines: list[Machine], starts_s: float) -> list[Engine] | None:
+    found = []
+    for machine, load in zip(machines, world.loads(machines)):
+        speed = balance.speed(machine.name)
+        if speed is None:
+            return None
+        found.append(Engine(speed, balance.places(load), starts_s))
+    return found

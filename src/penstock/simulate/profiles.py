@@ -1,0 +1,131 @@
+"""What a machine does with a model: decode, prefill, training and weight transfer in seconds, as a handful of numbers.
+
+The roofline of one decode step with B sequences that hold K tokens of context between them:
+
+    step_s = step_base_s + B * sequence_s + K * context_s
+
+`step_base_s` is reading the weights once and launching the kernels, `sequence_s` the arithmetic of one token,
+`context_s` reading one token's keys and values. Decides nothing; `fit` finds the numbers of a real run, and
+`configs/simulate/*.toml` derives those of three published models, each in a comment.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.config.toml import read_toml
+from penstock.errors import ConfigError
+
+__all__ = ["Lengths", "MachineProfile", "Prices", "Profile", "Training", "load_profile", "shipped", "shipped_names"]
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+FOLDER = Path(__file__).parents[3] / "configs" / "simulate"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MachineProfile(_Strict):
+    """One rollout instance."""
+
+    step_base_s: Positive
+    sequence_s: NotNegative
+    context_s: NotNegative
+    prefill_s_per_token: NotNegative
+    max_running: Annotated[int, Field(ge=1)]
+    kv_tokens: Annotated[int, Field(ge=1)]
+    """Tokens of context that fit at once."""
+    link_gbit_s: Positive = 50.0
+    boot_s: NotNegative = 0.0
+    """From being asked for to being connected, engine started."""
+
+    def step_s(self, running: float, context: float) -> float:
+        """One decode step; `context` is the sum over the running sequences."""
+        return self.step_base_s + running * self.sequence_s + context * self.context_s
+
+
+class Training(_Strict):
+    """The reserved machines as a trainer."""
+
+    s_per_token: NotNegative
+    """All passes over one token of prompt or response."""
+    optimizer_s: NotNegative = 0.0
+    switch_s: NotNegative = 0.0
+    """From generating to training, and back: weights resharded, memory handed over."""
+    micro_batch_samples: Annotated[int, Field(ge=1)] = 32
+
+
+class Prices(_Strict):
+    """Dollars an hour."""
+
+    reserved: NotNegative
+    """All reserved machines together."""
+    spot: NotNegative
+    """One remote instance."""
+    on_demand: NotNegative
+    """One remote instance that is never taken away."""
+
+
+class Lengths(_Strict):
+    """Response lengths: log-normal about a median that grows over the run, cut at a limit."""
+
+    prompt_tokens: Annotated[int, Field(ge=1)] = 512
+    median_tokens: Positive = 6000
+    spread: NotNegative = 0.6
+    """Standard deviation of the logarithm; `prompt_share` of its square is the prompt's, the rest the sample's."""
+    prompt_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    max_tokens: Annotated[int, Field(ge=1)] = 14336
+    growth_per_step: NotNegative = 0.0
+    """The median's growth from one step to the next, as a share."""
+
+
+class Profile(_Strict):
+    """All that a simulation needs to know of a run, but the trace."""
+
+    name: str
+    prompts: Annotated[int, Field(ge=1)] = 128
+    samples_per_prompt: Annotated[int, Field(ge=1)] = 8
+    weights_gb: NotNegative
+    store_gbit_s: Positive = 200.0
+    """The link out of the reserved machines, shared by all that pull."""
+    reserved_instances: Annotated[int, Field(ge=0)]
+    reserved: MachineProfile
+    spot: MachineProfile
+    training: Training
+    prices: Prices
+    lengths: Lengths = Lengths()
+
+
+def load_profile(path: Path) -> Profile:
+    """From TOML. Raises ConfigError that names the file and each key that is wrong."""
+    table = read_toml(path)
+    try:
+        return Profile.model_validate(table)
+    except ValidationError as error:
+        problems = "\n".join(
+            f"  - {'.'.join(map(str, problem['loc']))}: {problem['msg']} (is {problem['input']!r:.80})"
+            for problem in error.errors()
+        )
+        raise ConfigError(f"{path}: not a profile:\n{problems}") from None
+
+
+def shipped_names() -> list[str]:
+    """Profiles that come with the source."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def shipped(name: str) -> Profile:
+    """A profile by name, or by the path of its file."""
+    path = FOLDER / f"{name}.toml"
+    if path.exists():
+        return load_profile(path)
+    if name.endswith(".toml"):
+        return load_profile(Path(name))
+    raise ConfigError(
+        f"there is no profile {name!r}; there are: {', '.join(shipped_names()) or 'none'}; or give a path"
+    )

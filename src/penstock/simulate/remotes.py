@@ -1,0 +1,190 @@
+"""The remote machines of a simulated run: who is there by the trace, who of them is held and paid, who has the weights.
+
+Decides which of the available machines are taken, when fewer are wanted than there are (those longest there first),
+and which are given back (the last ones taken). Weight pulls share the store's link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.simulate.machine import Machine
+from penstock.simulate.traces import Change, Trace
+
+if TYPE_CHECKING:
+    from penstock.simulate.world import World
+
+__all__ = ["RemoteTimes", "Remotes"]
+
+
+@dataclass
+class RemoteTimes:
+    """A step on the remote side."""
+
+    mean_held: float
+    """Connected machines, mean over the step."""
+    paid_s: float
+    busy_s: float
+    wait_s: float
+    """With the weights and nothing to do, mean over machines."""
+    ready: list[tuple[float, float]]
+    """(from, to) in which each machine had the step's weights."""
+
+
+@dataclass(eq=False)
+class _Held:
+    machine: Machine
+    taken_at: float
+    connected: bool = False
+    ready_at: float | None = None
+    """Of the step's weights."""
+    busy_before: float = 0.0
+    given_back: bool = False
+
+
+@dataclass(eq=False)
+class _Past:
+    held: _Held
+    left_at: float
+    connected_at: float = field(default=0.0)
+
+
+class Remotes:
+    def __init__(self, world: World, trace: Trace) -> None:
+        self.world = world
+        self.trace = trace
+        self.wanted = world.strategy.size.wanted
+        self._available: dict[str, None] = {}
+        self._held: dict[str, _Held] = {}
+        self._past: list[_Past] = []
+        self._born = 0
+
+    def start(self) -> None:
+        for change in self.trace.changes:
+            if change.at_s <= 0:
+                self._change(change, quiet=True)
+            else:
+                self.world.clock.at(change.at_s, lambda change=change: self._change(change))  # type: ignore[misc]
+        # A run begins with its machines up: the paper's measurements do.
+        for held in self._take():
+            held.connected = True
+
+    # ---- who there is
+
+    def held(self) -> list[Machine]:
+        """Connected ones, with the weights or about to have them."""
+        return [held.machine for held in self._held.values() if held.connected]
+
+    def coming(self) -> list[Machine]:
+        """Those that work on the step or will within it."""
+        return self.held()
+
+    def ready(self) -> list[Machine]:
+        return [held.machine for held in self._held.values() if held.machine.ready]
+
+    def by_name(self, name: str) -> Machine:
+        return self._held[name].machine
+
+    def all_since(self, _at_s: float) -> list[Machine]:
+        """Held ones and those that left within the step."""
+        return [*(held.machine for held in self._held.values()), *(past.held.machine for past in self._past)]
+
+    # ---- what happens
+
+    def want(self, count: int) -> None:
+        self.wanted = count
+        while len(self._held) > count:
+            self._leave(next(reversed(self._held)))
+        for held in self._take():
+            self._boot(held)
+
+    def new_version(self) -> None:
+        """Every connected machine pulls the weights that were just published."""
+        for held in self._held.values():
+            held.machine.ready = False
+            held.ready_at = None
+            if held.connected:
+                self._pull(held)
+
+    def pull_s(self, pulling: int) -> float:
+        """Weights to so many machines at once."""
+        profile = self.world.profile
+        return 8 * profile.weights_gb / min(profile.spot.link_gbit_s, profile.store_gbit_s / max(1, pulling))
+
+    def settle_step(self, began_s: float, now: float) -> RemoteTimes:
+        """Adds up a step that ends now, and forgets who left within it."""
+        rows = [(held, now) for held in self._held.values()] + [(past.held, past.left_at) for past in self._past]
+        paid_s = busy_s = wait_s = connected_s = 0.0
+        ready: list[tuple[float, float]] = []
+        for held, until in rows:
+            paid_s += until - max(began_s, held.taken_at)
+            busy = held.machine.busy_s - held.busy_before
+            held.busy_before = held.machine.busy_s
+            busy_s += busy
+            if held.connected:
+                connected_s += until - max(began_s, held.taken_at)
+            if held.ready_at is not None:
+                ready.append((held.ready_at, until))
+                wait_s += max(0.0, until - held.ready_at - busy)
+        self._past.clear()
+        span_s = max(now - began_s, 1e-9)
+        return RemoteTimes(connected_s / span_s, paid_s, busy_s, wait_s / max(1, len(ready)), ready)
+
+    # ---- within
+
+    def _change(self, change: Change, quiet: bool = False) -> None:
+        if change.there:
+            self._available[change.node] = None
+        else:
+            self._available.pop(change.node, None)
+            if change.node in self._held:
+                self._leave(change.node, preempted=True)
+        if not quiet:
+            for held in self._take():
+                self._boot(held)
+
+    def _take(self) -> list[_Held]:
+        taken = []
+        spot = self.world.strategy.spot
+        names = list(self._available) if spot else [f"fixed{k}" for k in range(self.wanted)]
+        for node in names:
+            if len(self._held) >= self.wanted:
+                break
+            if node not in self._held:
+                self._born += 1
+                machine = Machine(f"{node}", self.world.profile.spot, True, at_s=self.world.clock.now)
+                held = self._held[node] = _Held(machine, self.world.clock.now)
+                taken.append(held)
+        return taken
+
+    def _boot(self, held: _Held) -> None:
+        def up() -> None:
+            if self._held.get(held.machine.name) is held:
+                held.connected = True
+                self._pull(held)
+
+        self.world.clock.after(self.world.profile.spot.boot_s, up)
+
+    def _pull(self, held: _Held) -> None:
+        step = self.world.step
+        pulling = sum(other.connected and not other.machine.ready for other in self._held.values())
+
+        def ready() -> None:
+            if self._held.get(held.machine.name) is held and self.world.step is step:
+                held.machine.ready = True
+                held.ready_at = self.world.clock.now
+                held.machine.at_s = max(held.machine.at_s, self.world.clock.now)
+                self.world.dispatch()
+
+        self.world.clock.after(self.pull_s(pulling), ready)
+
+    def _leave(self, node: str, preempted: bool = False) -> None:
+        held = self._held.pop(node)
+        machine = held.machine
+        if machine.ready:
+            self.world.advance(machine)
+        machine.ready = False
+        self._past.append(_Past(held, self.world.clock.now))
+        if self.world.step is not None and preempted:
+            self.world.lose(machine)

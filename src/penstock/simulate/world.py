@@ -1,0 +1,388 @@
+"""A run on a virtual clock: reserved engines, machines that come and go by a trace, a trainer that is fed as it goes.
+
+The policies are those that run: `rollout.balance`, `rollout.offload`. The world shows them what a manager would know
+(reports, counts, tokens so far) and does what they say; the true lengths are its own. It decides nothing that a policy
+could; it refuses to know which strategy it is running.
+
+A step: weights are there; reserved engines generate while the window is open, remote ones pull the version and
+generate; then the reserved machines hand over what they have and train, micro-batch by micro-batch of complete groups.
+The step ends with the optimizer, once everything is trained on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue
+from penstock.rollout.offload import Offload, StepTimes, WindowView
+from penstock.simulate.clock import Clock
+from penstock.simulate.lengths import step_samples
+from penstock.simulate.machine import Machine, SimSample
+from penstock.simulate.outcome import Outcome, StepOutcome, lower_bound_s
+from penstock.simulate.planning import plan_step
+from penstock.simulate.profiles import Profile
+from penstock.simulate.remotes import Remotes
+from penstock.simulate.strategy import Strategy
+from penstock.simulate.traces import Trace
+
+__all__ = ["World", "simulate"]
+
+REVIEW_S = 4.0
+"""Between two looks at the window and at moves; an instance is also reported on so often."""
+
+
+@dataclass(eq=False)
+class _Step:
+    number: int
+    began_s: float
+    samples: list[SimSample]
+    fresh: int = 0
+    """Next sample that was never placed."""
+    moved: deque[SimSample] = field(default_factory=deque)
+    finished: int = 0
+    groups: dict[int, int] = field(default_factory=dict)
+    """Members still to come, by prompt."""
+    ready_tokens: list[int] = field(default_factory=list)
+    """Of complete groups that nobody has trained on."""
+    trained_groups: int = 0
+    window_s: float = 0.0
+    train_s: float = 0.0
+    wait_s: float = 0.0
+    idle_since: float | None = None
+    moves: int = 0
+    preemptions: int = 0
+    planned_for: frozenset[str] | None = None
+    causes: list[tuple[float, str]] = field(default_factory=list)
+    trainer_spans: list[tuple[float, float]] = field(default_factory=list)
+
+
+class World:
+    """One run of one strategy."""
+
+    def __init__(self, profile: Profile, trace: Trace, strategy: Strategy, seed: int = 0) -> None:
+        self.profile, self.strategy, self.seed = profile, strategy, seed
+        self.clock = Clock()
+        self.reserved = [Machine(f"reserved{k}", profile.reserved, False) for k in range(profile.reserved_instances)]
+        self.remotes = Remotes(self, trace)
+        self.outcome = Outcome(strategy.name, profile.name)
+        self.window_open = False
+        self.training = False
+        """The trainer holds the reserved machines and is ready, or busy."""
+        self._busy = False
+        self.token_s: float | None = None
+        """Training on one token, as the last step took."""
+        self._leases: dict[int, SimSample] = {}
+        self._lease_numbers = itertools.count(1)
+        self.step: _Step | None = None
+
+    # ---- the run
+
+    def run(self, steps: int | None = None, duration_s: float | None = None) -> Outcome:
+        """So many steps, or as many as end within a time."""
+        most_steps, most_s = steps or 10**9, duration_s or float("inf")
+        self.remotes.start()
+        self._begin()
+        finished = self.clock.run(
+            lambda: len(self.outcome.steps) >= most_steps or self.clock.now >= most_s or self.step is None
+        )
+        if not finished and self.step is not None:
+            raise RuntimeError(f"{self.strategy.name}: step {self.step.number} is stuck at {self.clock.now:.0f} s")
+        self.outcome.close(self.clock.now, self.clock.events)
+        return self.outcome
+
+    def machines(self) -> list[Machine]:
+        """Those that may generate now."""
+        return [*(self.reserved if self.window_open else []), *self.remotes.ready()]
+
+    def _begin(self) -> None:
+        number = len(self.outcome.steps)
+        profile = self.profile
+        samples = step_samples(profile, number, self.seed)
+        self.step = step = _Step(number, self.clock.now, samples)
+        step.groups = dict.fromkeys(range(profile.prompts), profile.samples_per_prompt)
+        self.remotes.new_version()
+        self.training = False
+        if (self.strategy.window is None and self.remotes.held()) or not self._wants_window():
+            self._hand_over(first=True)
+        else:
+            self.clock.after(profile.training.switch_s, lambda: self._open(step))
+        self.clock.after(REVIEW_S, lambda: self._review(step))
+
+    def _open(self, step: _Step) -> None:
+        if step is self.step and not self.window_open:
+            self.window_open = True
+            for machine in self.reserved:
+                machine.at_s = self.clock.now
+            self.dispatch()
+
+    # ---- the window
+
+    def _wants_window(self) -> bool:
+        """Asks the policy; says whether the reserved machines should generate on."""
+        step, window = self._now_step(), self.strategy.window
+        if window is None:
+            return not self.remotes.held()
+        fleet = self.remotes.held()
+        names = frozenset(machine.name for machine in fleet)
+        if step.planned_for != names and plan_step(self, fleet):
+            step.planned_for = names
+        share = step.finished / len(step.samples)
+        answer = window.review(WindowView(self.clock.now - step.began_s, len(fleet), share))
+        if not step.causes or step.causes[-1][1] != answer.cause:
+            step.causes.append((self.clock.now, answer.cause))
+        return answer.generate
+
+    def _hand_over(self, first: bool = False) -> None:
+        """The reserved machines stop generating and train."""
+        step = self._now_step()
+        switch_s = 0.0 if first else self.profile.training.switch_s
+        if self.window_open:
+            step.window_s += self.clock.now - max(step.began_s, self._opened_at)
+        self.window_open = False
+        for machine in self.reserved:
+            self._advance(machine)
+            for sample in machine.take_all():
+                self._requeue(sample)
+        self._order_moved(step)
+        self.training = True
+        self._busy = True
+        self.clock.after(switch_s, lambda: self._trainer_free(step))
+        self.dispatch()
+
+    @property
+    def _opened_at(self) -> float:
+        return self._now_step().began_s
+
+    def _review(self, step: _Step) -> None:
+        if step is not self.step:
+            return
+        self._report()
+        if self.window_open:
+            everything = step.finished == len(step.samples)
+            if everything or (self.strategy.streaming and not self._wants_window()):
+                self._hand_over()
+        elif self.training and not self._busy and not self.remotes.held() and step.finished < len(step.samples):
+            # Nobody else is left: the trainer's machines complete the step.
+            self.training = False
+            self._idle_over(step)
+            self.clock.after(self.profile.training.switch_s, lambda: self._open(step))
+        self._move()
+        self.clock.after(REVIEW_S, lambda: self._review(step))
+
+    # ---- work
+
+    def dispatch(self) -> None:
+        """Gives waiting samples to machines, as the policy says."""
+        step = self.step
+        if step is None or not (step.moved or step.fresh < len(step.samples)):
+            return
+        machines = self.machines()
+        queue = Queue(
+            fresh=len(step.samples) - step.fresh,
+            first_fresh=step.fresh,
+            samples_per_prompt=self.profile.samples_per_prompt,
+            moved=len(step.moved),
+        )
+        given: dict[str, Machine] = {}
+        for pick in self.strategy.balance.assign(queue, self.loads(machines)):
+            if step.moved:
+                sample = step.moved.popleft()
+            else:
+                sample = step.samples[step.fresh]
+                step.fresh += 1
+            machine = machines[pick]
+            self._advance(machine)
+            self._place(sample, machine)
+            given[machine.name] = machine
+        for machine in given.values():
+            self._settle(machine)
+
+    def _place(self, sample: SimSample, machine: Machine) -> None:
+        sample.lease = next(self._lease_numbers)
+        self._leases[sample.lease] = sample
+        machine.give(sample)
+
+    def _requeue(self, sample: SimSample) -> None:
+        self._leases.pop(sample.lease, None)
+        self._now_step().moved.append(sample)
+
+    def _order_moved(self, step: _Step) -> None:
+        rows = list(step.moved)
+        step.moved = deque(rows[k] for k in self.strategy.balance.order([int(sample.done) for sample in rows]))
+
+    def lose(self, machine: Machine) -> None:
+        """A machine is gone; its samples go on elsewhere."""
+        step = self._now_step()
+        taken = machine.take_all()
+        step.preemptions += 1
+        for sample in taken:
+            self._requeue(sample)
+        self._order_moved(step)
+        self.strategy.balance.gone(machine.name)
+        self.dispatch()
+
+    def advance(self, machine: Machine) -> None:
+        self._advance(machine)
+
+    def _advance(self, machine: Machine) -> None:
+        for sample in machine.advance(self.clock.now):
+            self._leases.pop(sample.lease, None)
+            self._sample_done(sample)
+
+    def _settle(self, machine: Machine) -> None:
+        machine.settle(self.clock.now)
+        due, epoch = machine.next_at(), machine.epoch
+        if due is not None:
+            self.clock.at(due, lambda: self._machine_event(machine, epoch))
+
+    def _machine_event(self, machine: Machine, epoch: int) -> None:
+        if machine.epoch != epoch:
+            return
+        self._advance(machine)
+        self._settle(machine)
+        self.dispatch()
+
+    def loads(self, machines: list[Machine]) -> list[InstanceLoad]:
+        return [InstanceLoad(m.name, m.samples, m.profile.max_running, pending=len(m.pending)) for m in machines]
+
+    def _report(self) -> None:
+        for machine in self.machines():
+            self._advance(machine)
+            self._settle(machine)
+            report = machine.report()
+            if report is not None:
+                self.strategy.balance.report(report)
+        self.dispatch()
+
+    def _move(self) -> None:
+        step = self._now_step()
+        machines = {machine.name: machine for machine in self.machines()}
+        waiting = len(step.moved) + len(step.samples) - step.fresh
+        placed: Callable[[str], list[PlacedSample]] = lambda name: machines[name].placed()  # noqa: E731
+        touched: set[str] = set()
+        for move in self.strategy.balance.moves(waiting, self.loads(list(machines.values())), placed):
+            sample = self._leases.pop(move.lease, None)
+            if sample is None or sample.where != move.source:
+                continue
+            machines[move.source].remove(sample)
+            sample.moves += 1
+            step.moves += 1
+            self._place(sample, machines[move.target])
+            touched |= {move.source, move.target}
+        for name in touched:
+            self._settle(machines[name])
+
+    # ---- the trainer
+
+    def _sample_done(self, sample: SimSample) -> None:
+        step = self._now_step()
+        step.finished += 1
+        self.strategy.balance.finished(sample.prompt, sample.length)
+        step.groups[sample.prompt] -= 1
+        if not step.groups[sample.prompt]:
+            per = self.profile.samples_per_prompt
+            members = step.samples[sample.prompt * per : (sample.prompt + 1) * per]
+            step.ready_tokens.append(sum(member.prompt_tokens + member.length for member in members))
+            if self.training and not self._busy:
+                self._train(step)
+        if step.finished == len(step.samples):
+            self.strategy.balance.batch_ended()
+            if self.window_open:
+                # The policy is not asked: there is nothing left to generate.
+                self.clock.after(0.0, lambda: self._hand_over() if self.window_open and step is self.step else None)
+
+    def _train(self, step: _Step) -> None:
+        """Begins a micro-batch, where enough is complete."""
+        per = self.profile.samples_per_prompt
+        whole = step.finished == len(step.samples)
+        enough = len(step.ready_tokens) * per >= self.profile.training.micro_batch_samples
+        if not step.ready_tokens or not (whole or (enough and self.strategy.streaming)):
+            return
+        self._idle_over(step)
+        count = -(-self.profile.training.micro_batch_samples // per)
+        tokens, step.ready_tokens = step.ready_tokens[:count], step.ready_tokens[count:]
+        wall_s = sum(tokens) * self.profile.training.s_per_token
+        step.train_s += wall_s
+        step.trained_groups += len(tokens)
+        step.trainer_spans.append((self.clock.now, self.clock.now + wall_s))
+        self._busy = True
+        self.clock.after(wall_s, lambda: self._trainer_free(step))
+
+    def _trainer_free(self, step: _Step) -> None:
+        if step is not self.step:
+            return
+        self._busy = False
+        if step.trained_groups == self.profile.prompts:
+            self.clock.after(self.profile.training.optimizer_s, lambda: self._end(step))
+            return
+        self._train(step)
+        if not self._busy and step.idle_since is None:
+            step.idle_since = self.clock.now
+
+    def _idle_over(self, step: _Step) -> None:
+        if step.idle_since is not None:
+            step.wait_s += self.clock.now - step.idle_since
+            step.idle_since = None
+
+    def _end(self, step: _Step) -> None:
+        now = self.clock.now
+        remote = self.remotes.settle_step(step.began_s, now)
+        times = StepTimes(
+            fleet=remote.mean_held,
+            step_s=now - step.began_s,
+            window_s=step.window_s,
+            train_s=step.train_s,
+            trainer_wait_s=step.wait_s,
+            remote_wait_s=remote.wait_s,
+            remote_busy_s=remote.busy_s,
+            preemptions=step.preemptions,
+        )
+        self.token_s = step.train_s / sum(sample.length + sample.prompt_tokens for sample in step.samples)
+        bound_s = lower_bound_s(self.profile, step.samples, step.began_s, remote.ready, self.strategy)
+        self.outcome.steps.append(
+            StepOutcome(
+                number=step.number,
+                began_s=step.began_s,
+                times=times,
+                tokens=sum(sample.length + sample.prompt_tokens for sample in step.samples),
+                paid_h=remote.paid_s / 3600,
+                moves=step.moves,
+                bound_s=bound_s,
+                causes=tuple(step.causes),
+                trainer_spans=tuple(step.trainer_spans),
+                machine_spans=self._spans(step),
+            )
+        )
+        if self.strategy.window is not None:
+            self.strategy.window.ended(times)
+        predict = self.strategy.window.predict if isinstance(self.strategy.window, Offload) else None
+        self.remotes.want(self.strategy.size.ended(times, predict))
+        self._begin()
+
+    def _spans(self, step: _Step) -> dict[str, tuple[tuple[float, float], ...]]:
+        found = {}
+        for machine in [*self.reserved, *self.remotes.all_since(step.began_s)]:
+            found[machine.name] = tuple(machine.spans)
+            machine.spans.clear()
+        return found
+
+    def _now_step(self) -> _Step:
+        if self.step is None:
+            raise RuntimeError("no step is open")
+        return self.step
+
+
+def simulate(
+    profile: Profile,
+    trace: Trace,
+    strategy: Strategy,
+    *,
+    steps: int | None = None,
+    duration_s: float | None = None,
+    seed: int = 0,
+) -> Outcome:
+    """Runs one strategy. The last step counts only if it ended in time."""
+    return World(profile, trace, strategy, seed).run(steps, duration_s)
