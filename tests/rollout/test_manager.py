@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from rollout_helpers import SimulatedAgent, World, output_of, submit, tokens
+from rollout_helpers import VOCABULARY, SimulatedAgent, World, output_of, submit, tokens
 
 from penstock.observe.events import (
     BatchEnded,
@@ -713,7 +713,7 @@ def test_starts_are_cut_to_frames_of_a_bounded_size() -> None:
         take(frame)
 
     agent.take = count  # type: ignore[method-assign]
-    world.trainer(submit(prompts=[list(range(100))], samples_per_prompt=20))
+    world.trainer(submit(prompts=[[token % VOCABULARY for token in range(100)]], samples_per_prompt=20))
     assert len(frames) == 5
     assert all(len(frame.prompt_ids) <= 2048 for frame in frames)
     assert sum(len(column(frame.leases, "Q")) for frame in frames) == 20

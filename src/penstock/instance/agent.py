@@ -130,6 +130,8 @@ class Agent:
         self.sessions = 0
         self.bad_frames = 0
         self.superseded_pulls = 0
+        self.taken_back = 0
+        """Times that the manager refused what the engine drew."""
 
     def drain(self, cause: str) -> None:
         """Leaves in good order: no more work, everything sent, goodbye. `run` returns within a few seconds."""
@@ -315,6 +317,8 @@ class Agent:
                 await self._send(handed_back)
         elif isinstance(frame, StopFrame):
             self._engine.stop(self._leases.stop(frame))
+            if frame.cause:
+                self._note_taken_back(len(frame.leases) // 8, frame.cause)
         elif isinstance(frame, LoadWeights):
             if self._loading and self._wanted == frame:
                 return
@@ -326,6 +330,14 @@ class Agent:
             self.drain(frame.cause)
         else:
             raise WireError(f"a {type(frame).__name__} is not meant for an agent")
+
+    def _note_taken_back(self, sequences: int, cause: str) -> None:
+        """The engine's fault, said on its own screen: the 1st, 2nd, 4th, 8th ... time."""
+        self.taken_back += 1
+        if self.taken_back & (self.taken_back - 1) == 0:
+            log.warning(
+                "the manager took back %d sequences: %s (%d times so far)", sequences, cause[:500], self.taken_back
+            )
 
     async def _send(self, frame: FrameToManager) -> bool:
         """False where there is no session, or it broke on this frame; its receiver then ends it."""

@@ -159,6 +159,12 @@ class Batch:
     tokens: int = 0
     """Output tokens accepted, those of samples that failed later included."""
 
+    top_token: int = field(init=False)
+    """The greatest token id of its prompts."""
+
+    def __post_init__(self) -> None:
+        self.top_token = max(column(self.prompt_ids, "i"), default=0)
+
     @classmethod
     def parse(cls, frame: SubmitBatch, now: float, max_frame_bytes: int) -> Batch:
         """Raises WireError, naming the value that makes no sense.

@@ -26,6 +26,10 @@ GONE_REMEMBERED = 32
 """Gone instances still shown to people; older ones are forgotten."""
 NAMES_REMEMBERED = 4096
 """Agents' names whose number of uses is known; of the others only the greatest such number is."""
+SENSELESS_WEIGHT = 8
+DISTRUST_LIMIT = 32
+"""Four senseless rows, with fewer than eight sound ones for each in between, are the engine's fault: each of them costs
+its sample a strike, so that an engine that only draws nonsense must go before it has struck the samples out."""
 MAX_RUNNING_LIMIT = 1 << 20
 RETRY_FIRST_S = 0.5
 """Wait before the first new try of a failed load; doubles up to RETRY_MOST_S."""
@@ -93,6 +97,8 @@ class Instance:
     tokens_per_s: float = 0.0
     """Accepted from it, smoothed."""
     rows_refused: int = 0
+    distrust: int = 0
+    """Grows with rows that make no sense, shrinks with those that do."""
     frames_refused: int = 0
     beat: Heartbeat | None = None
     cause: str = ""
@@ -111,6 +117,10 @@ class Instance:
     def holds(self, version: int) -> bool:
         """It serves `version` and takes work for it, whatever fits its context."""
         return self.state is State.READY and self.version == version
+
+    def knows(self, token: int) -> bool:
+        """Its vocabulary has such a token, as far as the vocabulary is known."""
+        return not self.vocab_size or token < self.vocab_size
 
     def held_off(self, now: float) -> bool:
         """It has to wait before it gets weights and work."""
@@ -281,6 +291,11 @@ class Fleet:
             ts = now + self.wall_offset_s
             self.emit(ConnectionRefused(ts=ts, peer=instance.peer, door="agent", cause=cause))
         self._enter(instance, State.GONE, cause, now)
+
+    def distrusted(self, instance: Instance, senseless: int, sound: int) -> bool:
+        """Takes note of a frame's rows; True where the engine is broken rather than one of its samples."""
+        instance.distrust = max(0, instance.distrust + SENSELESS_WEIGHT * senseless - sound)
+        return instance.distrust >= DISTRUST_LIMIT
 
     def forget_versions(self, cause: str, now: float, only: int | None = None) -> None:
         """Weight versions of another trainer mean nothing: instances that have one (`only`: that one) load anew."""

@@ -220,6 +220,8 @@ class Manager:
         for instance, cause in self.fleet.overdue(now):
             self._out.close(instance.peer, cause)
             self._lose(instance, cause, orderly=instance.state is State.DRAINING)
+        for instance, cause in self._strangers():
+            self._refuse_agent(instance, cause)
         self.trainer.tick(now)
         self._fail_overdue()
         self._rearrange()
@@ -299,7 +301,7 @@ class Manager:
                 instance.rows_refused += rows
                 self.counts.rows_refused += rows
         if applied.stop:
-            self._stop(instance.peer, applied.stop)
+            self._stop(instance.peer, applied.stop, "; ".join(applied.refused))
         if applied.moved:
             self._note_moved(instance, applied.moved, applied.moved_tokens, "taken back from the instance")
         if applied.finished:
@@ -309,6 +311,22 @@ class Manager:
             if not self.tracker.leases_of(instance.id):
                 # Idle now: the next weight version may be waiting for that.
                 self._steer()
+        rows = len(frame.finishes)
+        if self.fleet.distrusted(instance, len(applied.stop), rows - applied.refused.total()):
+            self._refuse_agent(instance, f"its engine's rows make no sense: {'; '.join(applied.refused)}")
+
+    def _strangers(self) -> list[tuple[Instance, str]]:
+        """Instances whose engine can't be of the model that open batches are for."""
+        return [
+            (
+                instance,
+                f"its vocabulary of {instance.vocab_size} has no token {batch.top_token}, which is in the prompts of "
+                f"batch {batch.name}: another model or tokenizer",
+            )
+            for batch in self.tracker.batches()
+            for instance in self.fleet
+            if instance.holds(batch.version) and not instance.knows(batch.top_token)
+        ]
 
     def _refuse_agent(self, instance: Instance, cause: str) -> None:
         """A peer that sends nonsense is not listened to any further."""
@@ -366,6 +384,7 @@ class Manager:
                 tokens_per_s=instance.tokens_per_s,
             )
             for instance in self.fleet.ready_for(batch.version, batch.context_tokens)
+            if instance.knows(batch.top_token)
         ]
 
     def _steer(self) -> None:
@@ -437,8 +456,8 @@ class Manager:
     def _send(self, peer: str, frame: FrameFromManager) -> None:
         self._out.send(peer, frame)
 
-    def _stop(self, peer: str, leases: list[int]) -> None:
-        self._out.stop(peer, leases)
+    def _stop(self, peer: str, leases: list[int], cause: str = "") -> None:
+        self._out.stop(peer, leases, cause)
 
     def _decided(self) -> Decisions:
         return self._out.take()

@@ -73,11 +73,11 @@ class Outbox:
         if peer != TRAINER or self.trainer_connected:
             self._out.frames.append((peer, frame))
 
-    def stop(self, peer: str, leases: list[int]) -> None:
+    def stop(self, peer: str, leases: list[int], cause: str = "") -> None:
         """Tells an agent that leases are no longer in force."""
         most = self.agent_frame_bytes // 16
         for first in range(0, len(leases), most):
-            self.send(peer, StopFrame(leases=column_bytes(leases[first : first + most], "Q")))
+            self.send(peer, StopFrame(leases=column_bytes(leases[first : first + most], "Q"), cause=cause))
 
     def close(self, peer: str, cause: str) -> None:
         self._out.close.append((peer, cause))
