@@ -17,6 +17,8 @@ NAMES = {
     "train": ["rich", "matplotlib", "pyarrow", "reasoning-gym", "torch"],
     "datasets": ["datasets"],
     "tensorboard": ["tensorboard"],
+    "math": ["math-verify"],
+    "json": ["jsonschema"],
 }
 
 
@@ -37,6 +39,7 @@ def healthy() -> Facts:
         unwritable=(),
         terminal="",
         torch_cuda_build=None,
+        sandbox="namespaces",
         engines_outside={"vLLM": None, "SGLang": "0.5"},
     )
 
@@ -62,6 +65,18 @@ def test_a_healthy_machine_can_do_all_that_is_built() -> None:
         "vLLM engine",
         "SGLang engine",
     ]
+
+
+def test_the_isolation_of_the_code_sandbox_is_told_and_what_keeps_it_from_a_stronger_one() -> None:
+    assert verdict(healthy(), "code sandbox").works
+    refused = ("namespaces: unshare: Operation not permitted",)
+    weaker = verdict(dataclasses.replace(healthy(), sandbox="seccomp", sandbox_refused=refused), "code sandbox")
+    assert weaker.works
+    assert "seccomp" in weaker.why
+    assert refused[0] in weaker.why
+    none = verdict(dataclasses.replace(healthy(), sandbox="none", sandbox_refused=refused), "code sandbox")
+    assert not none.works
+    assert "network = 'allow'" in none.why
 
 
 def test_the_quickstart_comes_first_since_the_exit_code_hangs_on_it() -> None:

@@ -3,8 +3,8 @@
 Decides how a run is started, watched, bounded and ended; `sandbox_launcher` shuts it in. Knows nothing of tests or
 rewards. Two kinds of isolation, the first one that the kernel lets it: `namespaces` (own processes, own network with no
 way out, own file system where one folder can be written) and `seccomp` (a filter refuses sockets, signals to others and
-leaving the process group; files are shielded by their owner alone). Where there is neither it refuses, unless
-`network="allow"` says that this is accepted.
+leaving the process group; files, and what `/proc` shows, are shielded by their owner alone). Where there is neither it
+refuses, unless `network="allow"` says that this is accepted.
 """
 
 from __future__ import annotations
@@ -331,17 +331,13 @@ def _encodable(text: str) -> str:
 
 
 def _remove(folder: str) -> None:
-    """Also where the program took its own folders' permissions away. Raises OSError where something stays."""
-
-    def again(function: Any, path: str, _: Any) -> None:
-        os.chmod(os.path.dirname(path), stat.S_IRWXU)
-        if os.path.isdir(path) and not os.path.islink(path):
-            os.chmod(path, stat.S_IRWXU)
-            shutil.rmtree(path)
-        elif function is not os.rmdir:
-            os.unlink(path)
-
-    shutil.rmtree(folder, onerror=again)
+    """Also where the program took its own folders' rights away. Raises OSError where something stays."""
+    for path, folders, _ in os.walk(folder):
+        for name in folders:  # before the walk goes there
+            inner = os.path.join(path, name)
+            if not os.path.islink(inner):
+                os.chmod(inner, stat.S_IRWXU)
+    shutil.rmtree(folder)
 
 
 @functools.lru_cache(maxsize=1)

@@ -210,7 +210,8 @@ def build_root(spec: dict[str, Any], uid: int) -> None:
     size = spec["limits"]["disk_bytes"]
     mount("tmpfs", f"{root}/box", "tmpfs", MS_NOSUID | MS_NODEV, f"size={size},nr_inodes=4096,mode=700{owner}")
     for link in ("tmp", "dev/shm"):
-        os.symlink("/box", f"{root}/{link}")
+        if not os.path.lexists(f"{root}/{link}"):  # there where something below it is shown
+            os.symlink("/box", f"{root}/{link}")
     fill(spec["files"], f"{root}/box", uid)
     os.chdir(root)
     call("syscall", MACHINES[os.uname().machine]["pivot_root"], b".", b".")

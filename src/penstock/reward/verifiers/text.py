@@ -124,13 +124,20 @@ def format_match(
         whole = len(found) == len(tags)
         parts["order"] = float(whole and all(a[1] <= b[0] for a, b in itertools.pairwise(found)))
         if strict:
-            ends = [0, *(end for _, end in sorted(found))]
-            starts = [*(start for start, _ in sorted(found)), len(text)]
-            parts["outside"] = float(not "".join(text[a:b] for a, b in zip(ends, starts, strict=True)).strip())
+            parts["outside"] = float(not _outside(text, found).strip())
         mean = sum(parts.values()) / len(parts)
         return Score(mean if partial else float(mean == 1.0), parts)
 
     return verify
+
+
+def _outside(text: str, places: Sequence[tuple[int, int]]) -> str:
+    """What no tag holds, where some may lie within others."""
+    outside, reached = [], 0
+    for start, end in sorted(places):
+        outside.append(text[reached:start])
+        reached = max(reached, end)
+    return "".join([*outside, text[reached:]])
 
 
 def _place(text: str, tag: str) -> tuple[int, int] | None:
