@@ -94,6 +94,8 @@ class RolloutClient:
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._reader: asyncio.Task[None] | None = None
         self._open: dict[str, OpenBatch] = {}
+        self._unreleased: set[str] = set()
+        """Batches whose end has been heard."""
         self._published: dict[int, VersionPublished] = {}
         self._settled = asyncio.Event()
         """The manager knows what it should, or is given up."""
@@ -168,6 +170,7 @@ class RolloutClient:
         """Lets the manager forget a batch that is done."""
         if batch in self._open:
             raise RolloutError(f"batch {batch!r} is still open; cancel it instead")
+        self._unreleased.discard(batch)
         await self._send(ReleaseBatch(batch=batch))
 
     async def close(self) -> None:
@@ -260,7 +263,9 @@ class RolloutClient:
                 self._socket = await self._session.ws_connect(
                     f"{self._url}/trainer", headers=headers, max_msg_size=0, compress=0
                 )
-                hello = TrainerHello(name=self._name, pid=os.getpid(), session=self._id, open_batches=tuple(self._open))
+                hello = TrainerHello(
+                    name=self._name, pid=os.getpid(), session=self._id, open_batches=(*self._open, *self._unreleased)
+                )
                 await self._socket.send_bytes(encode(hello))
         except aiohttp.WSServerHandshakeError as error:
             raise await self._refusal(error.status) from error
@@ -371,6 +376,7 @@ class RolloutClient:
             if batch is not None:
                 batch.listener.on_done(frame)
                 self._open.pop(frame.batch, None)
+                self._unreleased.add(frame.batch)
         elif isinstance(frame, BatchFailed):
             batch = self._open.pop(frame.batch, None)
             if batch is not None:

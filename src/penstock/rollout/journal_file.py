@@ -33,7 +33,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
@@ -78,6 +78,7 @@ class Journal:
         changed: Callable[[bool, str], None],
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
+        threads: Executor | None = None,
     ) -> None:
         self.config = config
         self._clock = clock
@@ -93,7 +94,7 @@ class Journal:
         self._tail_bytes = 0
         """In segments behind the last snapshot, but for the one being written."""
         self._snapshot_bytes = 0
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="journal")
+        self._threads = threads or ThreadPoolExecutor(max_workers=2, thread_name_prefix="journal")
         self._sync: Future[None] | None = None
         self._synced_at = float("-inf")
         self._synced_bytes = 0
@@ -275,7 +276,7 @@ class Journal:
                 writer.append([encode_record(record)])
             if self.config.fsync != "never":
                 writer.sync()
-        except BaseException:
+        except Exception:
             partial.unlink(missing_ok=True)
             raise
         finally:

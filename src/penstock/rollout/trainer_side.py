@@ -137,8 +137,11 @@ class TrainerSide:
     def hello(self, frame: TrainerHello) -> None:
         """One that comes back keeps what it names; another one may claim batches by submitting them again."""
         if frame.session and frame.session == self.session:
-            for name in [name for name in self._unclaimed if name not in frame.open_batches]:
-                self._drop(name, "its trainer has done with it")
+            for name in list(self._unclaimed):
+                if name in frame.open_batches:
+                    self._unclaimed[name] = float("inf")
+                else:
+                    self._drop(name, "its trainer has done with it")
         else:
             self.session = frame.session
             self._versions.another_trainer()

@@ -162,8 +162,8 @@ class Drain(_Frame, tag="drain"):
 class TrainerHello(_Frame, tag="trainer_hello"):
     """First frame of a trainer, each time that it connects.
 
-    One that comes back says so by its `session`. Of batches that the manager has from before, it is then told what it
-    lacks of those it names here and submits again; the others it has done with.
+    One that comes back says so by its `session`. Of the batches that the manager has from before, those that it names
+    here are kept; of those that it submits again it is told what it lacks. With the others it has done.
     """
 
     name: str
@@ -171,7 +171,7 @@ class TrainerHello(_Frame, tag="trainer_hello"):
     session: str = ""
     """Random, one for the life of a trainer's client."""
     open_batches: tuple[str, ...] = ()
-    """Batches that this session has submitted and not seen the end of."""
+    """Batches that this session has submitted and neither cancelled nor released."""
 
 
 class SubmitBatch(_Frame, tag="submit_batch"):
