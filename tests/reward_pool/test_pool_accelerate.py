@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_type_hints
 
@@ -20,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from penstock.errors import ConfigError, RewardError
 from penstock.reward import helpers
 from penstock.reward.accelerated import accelerate
+from penstock.reward.calling import reload_functions
 from penstock.reward.failures import DeadlinePassed
 from penstock.reward.retry import Kind
 from penstock.reward.turns import Turn, Turns
@@ -389,8 +391,146 @@ async def test_each_call_is_told() -> None:
 def test_impossible_options_are_refused(options: dict) -> None:
     with pytest.raises(ConfigError, match=f"accelerate: {next(iter(options))} = "):
         accelerate(**options)
-    with pytest.raises(ConfigError, match="needs an async function"):
-        accelerate(hedge_after_s=1)(lambda: None)
+
+
+def test_a_sync_call_that_takes_long_is_raced_by_another_and_both_turns_come_back() -> None:
+    release, started = threading.Event(), []
+
+    @accelerate(hedge_after_s=0.02, hedge_share=1.0, concurrency=2, timeout_s=60)
+    def work() -> int:
+        started.append(len(started))
+        mine = len(started)
+        if mine == 1:
+            release.wait(60)
+        return mine
+
+    assert work() == 2, "the second answers, and the first is not waited for"
+    assert work.stats.hedges == 1
+    release.set()
+    assert work() == 3
+    assert work.turns.take(None, time.monotonic())
+    assert work.turns.take(None, time.monotonic()), "the loser's turn came back, too"
+
+    @accelerate(hedge_after_s=0.02, hedge_share=0.0, timeout_s=0.2, default="late")
+    def alone() -> str:
+        started.append(0)
+        release.wait(0 if len(started) > 4 else 60)
+        return "done"
+
+    release.clear()
+    assert alone() == "late", "without a share there is no second start"
+    release.set()
+
+
+def test_a_sync_race_is_lost_only_when_both_fail() -> None:
+    started: list[int] = []
+
+    @accelerate(hedge_after_s=0.01, hedge_share=1.0)
+    def work(both: bool) -> str:
+        started.append(0)
+        if len(started) == 1 or both:
+            time.sleep(0.05)
+            raise KeyError(len(started))
+        time.sleep(0.1)
+        return "second"
+
+    assert work(False) == "second"
+    with pytest.raises(KeyError):
+        work(True)
+    assert len(started) == 4
+
+
+def functions(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "pool.toml").write_text(text)
+    return tmp_path / "pool.toml"
+
+
+async def test_a_file_changes_limits_while_calls_wait_and_loses_none(tmp_path: Path) -> None:
+    inside = most = 0
+    go = asyncio.Event()
+
+    @accelerate(concurrency=1, name="reloaded-limits")
+    async def work(n: int) -> int:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await go.wait()
+        inside -= 1
+        return n
+
+    tasks = [asyncio.create_task(work(n)) for n in range(10)]
+    while not inside:
+        await asyncio.sleep(0)
+    assert reload_functions(functions(tmp_path, "[functions.reloaded-limits]\nconcurrency = 4")) == ["reloaded-limits"]
+    while inside < 4:
+        await asyncio.sleep(0)
+    go.set()
+    assert await asyncio.gather(*tasks) == list(range(10))
+    assert most == 4
+    reload_functions(functions(tmp_path, ""))
+    assert work.turns.concurrency == 1, "what the file no longer says is as the decorator says"
+
+
+def test_a_file_frees_sync_callers_that_wait_for_a_rate(tmp_path: Path) -> None:
+    @accelerate(requests_per_minute=0.01, burst=1, name="reloaded-rate")
+    def work() -> str:
+        return "done"
+
+    assert work() == "done"
+    done: list[str] = []
+    thread = threading.Thread(target=lambda: done.append(work()))
+    thread.start()
+    while not work.turns.waiting:
+        time.sleep(0.001)
+    reload_functions(functions(tmp_path, "[functions.reloaded-rate]\nrequests_per_minute = 60000\nburst = 100"))
+    thread.join(60)
+    assert done == ["done"]
+
+
+async def test_a_file_changes_time_outs_and_attempts_and_options_of_a_call_stay_over_it(tmp_path: Path) -> None:
+    calls: list = []
+
+    @accelerate(name="reloaded-options")
+    async def work(hang: bool) -> None:
+        calls.append(hang)
+        if hang:
+            await asyncio.sleep(600)
+        raise ConnectionResetError
+
+    own = work.with_options(attempts=2)
+    reload_functions(functions(tmp_path, "[functions.reloaded-options]\nattempts = 3\ntimeout_s = 5"))
+    for function, times in ((work, 3), (own, 2)):
+        calls.clear()
+        with pytest.raises(ConnectionResetError):
+            await function(False)
+        assert len(calls) == times
+    reload_functions(functions(tmp_path, "[functions.reloaded-options]\ntimeout_s = 0.05"))
+    with pytest.raises(DeadlinePassed):
+        await own(True)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[functions.reloaded-wrong]\nconcurrency = 0", "functions.reloaded-wrong: 'concurrency' = 0"),
+        ("[functions.reloaded-wrong]\nconcurency = 2", "did you mean 'concurrency'"),
+        ("[functions.reloaded-wrong]\nburst = 2", "needs requests_per_minute"),
+        ("[functions.reloaded-nobody]\nattempts = 2", "no accelerated function has this name.*reloaded-wrong"),
+        ("[function.reloaded-wrong]\nattempts = 2", "unknown key 'function'"),
+    ],
+)
+def test_a_wrong_file_changes_nothing(tmp_path: Path, text: str, says: str) -> None:
+    @accelerate(concurrency=3, name="reloaded-wrong")
+    def work() -> None:
+        return
+
+    @accelerate(concurrency=3, name="reloaded-right")
+    def other() -> None:
+        return
+
+    with pytest.raises(ConfigError, match=says):
+        reload_functions(functions(tmp_path, "[functions.reloaded-right]\nconcurrency = 5\n" + text))
+    assert (work.turns.concurrency, other.turns.concurrency) == (3, 3)
 
 
 def test_idle_keys_are_forgotten_and_busy_ones_are_not() -> None:

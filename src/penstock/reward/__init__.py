@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.reward.accelerated import accelerate
     from penstock.reward.batching import batched, pool_batched
     from penstock.reward.cache import AnswerCache
+    from penstock.reward.calling import reload_functions
     from penstock.reward.composed import compose, score_batch
     from penstock.reward.limits import Endpoint, PoolOptions, load_pool
     from penstock.reward.local import ProcessTransport, SandboxTransport
@@ -49,6 +50,7 @@ __all__ = [
     "load_pool",
     "normalise",
     "pool_batched",
+    "reload_functions",
     "score_batch",
 ]
 
@@ -68,6 +70,7 @@ _LAZY = {
     "batched": "batching",
     "compose": "composed",
     "pool_batched": "batching",
+    "reload_functions": "calling",
     "score_batch": "composed",
     "load_pool": "limits",
 }

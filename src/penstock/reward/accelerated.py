@@ -21,10 +21,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from penstock.errors import ConfigError
+from penstock.reward.calling import NO_DEFAULT, CallOptions, InForce, Stats, checked_limits, named
 from penstock.reward.failures import DeadlinePassed
 from penstock.reward.headers import retry_after_s
 from penstock.reward.helpers import HELPERS, TooLate
-from penstock.reward.retry import Kind, kind_of_error
+from penstock.reward.retry import Kind
 from penstock.reward.turns import Turns
 
 __all__ = ["Accelerated", "Stats", "accelerate"]
@@ -34,83 +35,10 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 _clock = time.monotonic
 
-NO_DEFAULT: Any = object()
 MOST_TURNED_AWAY = 64
 """Times that one call may be turned away (429) before it counts as failed, where no deadline ends it earlier."""
 PAUSE_S = 0.1
 """Pause after the second failure of a call, doubled with each further one; none after the first and the last."""
-
-
-@dataclasses.dataclass
-class Stats:
-    """What became of a function's calls so far."""
-
-    calls: int = 0
-    done: int = 0
-    failed: int = 0
-    """Calls that raised or got the default."""
-    retries: int = 0
-    hedges: int = 0
-    late: int = 0
-    """Calls whose deadline passed."""
-    running: int = 0
-    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, repr=False, compare=False)
-
-    def begin(self) -> None:
-        with self._lock:
-            self.calls += 1
-            self.running += 1
-
-    def end(self, error: BaseException | None) -> None:
-        """A call is over; a cancelled one is neither done nor failed."""
-        with self._lock:
-            self.running -= 1
-            if error is None:
-                self.done += 1
-            elif not isinstance(error, asyncio.CancelledError):
-                self.failed += 1
-                self.late += isinstance(error, DeadlinePassed)
-
-    def retry(self) -> None:
-        with self._lock:
-            self.retries += 1
-
-    def hedge(self, share: float) -> bool:
-        """Counts a second start, if the share of all calls allows one."""
-        with self._lock:
-            if self.hedges + 1 > share * self.calls:
-                return False
-            self.hedges += 1
-            return True
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    timeout_s: float | None
-    attempts: int
-    hedge_after_s: float | None
-    hedge_share: float
-    key: Callable[..., Hashable] | None
-    priority: float | Callable[..., float]
-    default: Any
-    retry_on: tuple[type[BaseException], ...]
-    classify: Callable[[BaseException], Kind | None] | None
-    on_call: Callable[[str, float, BaseException | None], None] | None
-
-    def __post_init__(self) -> None:
-        for name in ("timeout_s", "hedge_after_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"accelerate: {name} = {value!r}: must be greater than 0")
-        if self.attempts < 1:
-            raise ConfigError(f"accelerate: attempts = {self.attempts!r}: must be at least 1")
-        if not 0 <= self.hedge_share <= 1:
-            raise ConfigError(f"accelerate: hedge_share = {self.hedge_share!r}: must be from 0 to 1")
-
-    def kind(self, error: BaseException) -> Kind:
-        if self.retry_on and isinstance(error, self.retry_on):
-            return Kind.BROKEN
-        return kind_of_error(error, self.classify)
 
 
 class Accelerated(Protocol, Generic[P, R_co]):
@@ -146,6 +74,7 @@ def accelerate(
     retry_on: tuple[type[BaseException], ...] = (),
     classify: Callable[[BaseException], Kind | None] | None = None,
     on_call: Callable[[str, float, BaseException | None], None] | None = None,
+    name: str = "",
 ) -> Callable[[Callable[P, R]], Accelerated[P, R]]: ...
 
 
@@ -166,13 +95,15 @@ def accelerate(
     retry_on: tuple[type[BaseException], ...] = (),
     classify: Callable[[BaseException], Kind | None] | None = None,
     on_call: Callable[[str, float, BaseException | None], None] | None = None,
+    name: str = "",
 ) -> Any:
     """Gives a function a deadline, retries, hedging, limits and a default.
 
     Args:
         timeout_s: longest time for a call, waiting for its turn included; then `DeadlinePassed` or the default.
         attempts: tries of a call whose error another try may mend; being turned away (429) costs none.
-        hedge_after_s: age at which an async call is started a second time, if a turn is free; the first answer counts.
+        hedge_after_s: age at which a call is started a second time, if a turn is free; the first answer counts. A sync
+            call that lost goes on in its thread, unheard.
         hedge_share: second starts, as a share of all calls.
         concurrency, requests_per_minute, burst: limits for each key.
         key: `key(*args, **kwargs)` names the limit that a call counts against; idle keys are forgotten.
@@ -181,38 +112,35 @@ def accelerate(
         retry_on: exception types that are worth another attempt, whatever `classify` says.
         classify: `classify(error)` returns a `Kind`, or None to leave it to the built-in rules.
         on_call: `on_call(outcome, seconds, error)` after each call; outcome is "done", "failed" or "late".
+        name: how a file's `[functions.NAME]` calls it (`reload_functions`); the function's own name if empty.
 
     Raises:
         ConfigError: an option is impossible.
     """
-    options = _Options(
+    options = CallOptions(
         timeout_s, attempts, hedge_after_s, hedge_share, key, priority, default, retry_on, classify, on_call
     )
-    if concurrency is not None and concurrency < 1:
-        raise ConfigError(f"accelerate: concurrency = {concurrency!r}: must be at least 1")
-    if requests_per_minute is not None and not requests_per_minute > 0:
-        raise ConfigError(f"accelerate: requests_per_minute = {requests_per_minute!r}: must be greater than 0")
-    if burst is not None and (burst < 1 or requests_per_minute is None):
-        raise ConfigError(f"accelerate: burst = {burst!r}: must be at least 1, and needs requests_per_minute")
+    checked_limits(concurrency, requests_per_minute, burst, "accelerate")
 
     def decorate(function: Callable[P, R]) -> Any:
-        return _decorated(function, options, Turns(concurrency, requests_per_minute, burst), Stats())
+        in_force, turns = InForce(options), Turns(concurrency, requests_per_minute, burst)
+        made = _decorated(function, in_force, turns, Stats())
+        made.named = named(name or getattr(function, "__name__", type(function).__name__), in_force, turns)
+        return made
 
     return decorate if function is None else decorate(function)
 
 
-def _decorated(function: Callable[..., Any], options: _Options, turns: Turns, stats: Stats) -> Any:
+def _decorated(function: Callable[..., Any], in_force: InForce, turns: Turns, stats: Stats) -> Any:
     # An object with an async `__call__` is async, too, though it isn't a coroutine function itself.
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    if not is_async and options.hedge_after_s is not None:
-        raise ConfigError("accelerate: hedge_after_s needs an async function: a thread that lost can't be stopped")
-    made: Any = _async(function, options, turns, stats) if is_async else _sync(function, options, turns, stats)
+    made: Any = _async(function, in_force, turns, stats) if is_async else _sync(function, in_force, turns, stats)
 
     def with_options(**changes: Any) -> Any:
         try:
-            changed = dataclasses.replace(options, **changes)
+            changed = in_force.with_changes(changes)
         except TypeError:
-            known = [field.name for field in dataclasses.fields(_Options)]
+            known = [field.name for field in dataclasses.fields(CallOptions)]
             wrong = sorted(changes.keys() - set(known))
             raise ConfigError(f"with_options: unknown option '{wrong[0]}'; known: {', '.join(known)}") from None
         return _decorated(function, changed, turns, stats)
@@ -226,7 +154,7 @@ class _Call:
 
     __slots__ = ("args", "began", "broken", "deadline", "key", "kwargs", "options", "priority", "turned_away")
 
-    def __init__(self, options: _Options, args: Any, kwargs: Any) -> None:
+    def __init__(self, options: CallOptions, args: Any, kwargs: Any) -> None:
         self.options = options
         self.args = args
         self.kwargs = kwargs
@@ -269,7 +197,7 @@ def _asked_s(error: BaseException) -> float | None:
         return None
 
 
-def _ended(options: _Options, stats: Stats, call: _Call, error: BaseException | None) -> None:
+def _ended(options: CallOptions, stats: Stats, call: _Call, error: BaseException | None) -> None:
     stats.end(error)
     if options.on_call is not None:
         outcome = "done" if error is None else "late" if isinstance(error, DeadlinePassed) else "failed"
@@ -277,14 +205,14 @@ def _ended(options: _Options, stats: Stats, call: _Call, error: BaseException | 
 
 
 def _async(
-    function: Callable[..., Awaitable[Any]], options: _Options, turns: Turns, stats: Stats
+    function: Callable[..., Awaitable[Any]], in_force: InForce, turns: Turns, stats: Stats
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
     name = getattr(function, "__qualname__", repr(function))
-    hedged = options.hedge_after_s is not None and options.hedge_share > 0
 
     @functools.wraps(function)
     async def call_async(*args: Any, **kwargs: Any) -> Any:
         stats.begin()
+        options = in_force.options
         call = _Call(options, args, kwargs)
         error: BaseException | None = None
         limit: asyncio.Timeout | None = None
@@ -313,10 +241,11 @@ def _async(
             if held is not None and not turns.take(call.key, _clock()):
                 await _turn(turns, call, held)
             try:
-                if hedged:
+                if call.options.hedged:
                     return await _hedge(function, call, turns, stats)
                 return await function(*call.args, **call.kwargs)
             except Exception as error:
+                call.options = in_force.options
                 pause_s = call.pause_s(error, turns)
                 if pause_s is None:
                     raise
@@ -358,7 +287,7 @@ async def _turn(turns: Turns, call: _Call, held: contextvars.Token[frozenset[tup
                 handle = loop.call_later(max(0.0, look_at - _clock()), woken.set)
                 await woken.wait()
                 handle.cancel()
-                woken.clear()
+            woken.clear()
     except asyncio.CancelledError:
         _HELD.reset(held)
         turns.leave(turn, _clock())
@@ -367,7 +296,7 @@ async def _turn(turns: Turns, call: _Call, held: contextvars.Token[frozenset[tup
 
 async def _hedge(function: Callable[..., Awaitable[Any]], call: _Call, turns: Turns, stats: Stats) -> Any:
     """Runs a call, and once more beside it when it takes long; the first success counts, the other is cancelled."""
-    options = call.options
+    options, limited = call.options, turns.limited
 
     async def run() -> Any:
         return await function(*call.args, **call.kwargs)
@@ -376,16 +305,16 @@ async def _hedge(function: Callable[..., Awaitable[Any]], call: _Call, turns: Tu
         try:
             return await run()
         finally:
-            if turns.limited:
+            if limited:
                 turns.give_back(call.key, _clock())
 
     tasks = {asyncio.ensure_future(run())}
     try:
         done, _ = await asyncio.wait(tasks, timeout=options.hedge_after_s)
-        if not done and (not turns.limited or turns.take(call.key, _clock())):
+        if not done and (not limited or turns.take(call.key, _clock())):
             if stats.hedge(options.hedge_share):
                 tasks.add(asyncio.ensure_future(second()))
-            elif turns.limited:
+            elif limited:
                 turns.give_back(call.key, _clock())
         pending = tasks
         while True:
@@ -404,12 +333,38 @@ async def _hedge(function: Callable[..., Awaitable[Any]], call: _Call, turns: Tu
                 task.exception()  # what a loser raised on its way out decides nothing
 
 
-def _sync(function: Callable[..., Any], options: _Options, turns: Turns, stats: Stats) -> Callable[..., Any]:
+def _hedge_sync(function: Callable[..., Any], call: _Call, turns: Turns, stats: Stats) -> Any:
+    """As `_hedge`, in threads. The second one's turn is over when its function returns, heard or not."""
+    options, limited = call.options, turns.limited
+    run = functools.partial(function, *call.args, **call.kwargs)
+
+    def run_second() -> Any:
+        try:
+            return run()
+        finally:
+            if limited:
+                turns.give_back(call.key, _clock())
+
+    def second() -> Callable[[], Any] | None:
+        if limited and not turns.take(call.key, _clock()):
+            return None
+        if stats.hedge(options.hedge_share):
+            return run_second
+        if limited:
+            turns.give_back(call.key, _clock())
+        return None
+
+    assert options.hedge_after_s is not None
+    return HELPERS.race(run, second, options.hedge_after_s, call.deadline - _clock())
+
+
+def _sync(function: Callable[..., Any], in_force: InForce, turns: Turns, stats: Stats) -> Callable[..., Any]:
     name = getattr(function, "__qualname__", repr(function))
 
     @functools.wraps(function)
     def call_sync(*args: Any, **kwargs: Any) -> Any:
         stats.begin()
+        options = in_force.options
         call = _Call(options, args, kwargs)
         error: BaseException | None = None
         try:
@@ -436,6 +391,8 @@ def _sync(function: Callable[..., Any], options: _Options, turns: Turns, stats: 
             if held is not None and not turns.take(call.key, _clock()):
                 _turn_sync(turns, call, name, held)
             try:
+                if call.options.hedged:
+                    return _hedge_sync(function, call, turns, stats)
                 if call.deadline == math.inf:
                     return function(*call.args, **call.kwargs)
                 run = functools.partial(function, *call.args, **call.kwargs)
@@ -443,6 +400,7 @@ def _sync(function: Callable[..., Any], options: _Options, turns: Turns, stats: 
             except TooLate:
                 raise call.late(name) from None
             except Exception as error:
+                call.options = in_force.options
                 pause_s = call.pause_s(error, turns)
                 if pause_s is None:
                     raise
@@ -471,6 +429,7 @@ def _turn_sync(turns: Turns, call: _Call, name: str, held: contextvars.Token[fro
             if turn.granted:
                 return
             woken.wait(None if look_at == math.inf else max(0.0, look_at - _clock()))
+            woken.clear()
             if not turn.granted and _clock() >= call.deadline:
                 raise call.late(name)
     except BaseException:

@@ -7,7 +7,9 @@ whose caller left is `abandoned` until its function returns, and past `MOST_ABAN
 from __future__ import annotations
 
 import contextvars
+import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -84,18 +86,20 @@ class Helpers:
                 return True
             return False
 
-    def call(self, function: Callable[[], Any], timeout_s: float) -> Any:
-        """Runs a function in a thread, with the caller's context variables.
+    def begin(self, function: Callable[[], Any]) -> _Work:
+        """Starts a function in a thread, with the caller's context variables.
 
         Raises:
-            TooLate: it had not returned after `timeout_s`; it goes on unheard.
             RewardError: too many earlier calls are still going on unheard.
         """
         if self.abandoned >= MOST_ABANDONED:
             raise RewardError(
-                f"{self.abandoned} calls that went past their deadline still run in threads, which can't be stopped; "
+                f"{self.abandoned} calls that nobody waits for any more still run in threads, which can't be stopped; "
                 'run a function that can hang in processes: [reward] mode = "process"'
             )
+        return self._start(function)
+
+    def _start(self, function: Callable[[], Any]) -> _Work:
         work = _Work(function)
         with self._lock:
             helper = self._idle.pop() if self._idle else None
@@ -107,17 +111,81 @@ class Helpers:
         else:
             helper.work = work
             helper.ready.release()
-        if not work.done.acquire(timeout=max(0.0, timeout_s)):
-            with self._lock:
-                late = not work.finished  # between the time-out and here it may have finished after all
-                if late:
-                    work.abandoned = True
-                    self.abandoned += 1
-            if late:
-                raise TooLate
+        return work
+
+    def leave(self, work: _Work) -> bool:
+        """Nobody waits for it any more; whether it goes on unheard."""
+        with self._lock:
+            late = not work.finished
+            if late and not work.abandoned:
+                work.abandoned = True
+                self.abandoned += 1
+        return late
+
+    def call(self, function: Callable[[], Any], timeout_s: float) -> Any:
+        """Runs a function in a thread and waits for it.
+
+        Raises:
+            TooLate: it had not returned after `timeout_s`; it goes on unheard.
+            RewardError: too many earlier calls are still going on unheard.
+        """
+        work = self.begin(function)
+        # Between the time-out and leaving it may have finished after all.
+        if not work.done.acquire(timeout=max(0.0, timeout_s)) and self.leave(work):
+            raise TooLate
         if work.error is not None:
             raise work.error
         return work.value
+
+    def race(
+        self,
+        first: Callable[[], Any],
+        second: Callable[[], Callable[[], Any] | None],
+        after_s: float,
+        timeout_s: float,
+    ) -> Any:
+        """Runs a function and, if it takes longer than `after_s`, what `second()` gives beside it; the first success
+        counts. The one that lost goes on unheard.
+
+        Raises:
+            TooLate, RewardError: as `call`.
+        """
+        ends: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def end_of(function: Callable[[], Any]) -> Callable[[], None]:
+            def run() -> None:
+                try:
+                    ends.put((function(), None))
+                except BaseException as error:  # noqa: BLE001 - carried to the caller, who raises it
+                    ends.put((None, error))
+
+            return run
+
+        ends_at = time.monotonic() + timeout_s
+        works = [self.begin(end_of(first))]
+        try:
+            try:
+                value, error = ends.get(timeout=max(0.0, min(after_s, timeout_s)))
+            except queue.Empty:
+                if after_s < timeout_s and self.abandoned < MOST_ABANDONED and (other := second()) is not None:
+                    works.append(self._start(end_of(other)))
+                value, error = self._next(ends, ends_at)
+                if error is not None and len(works) == 2:
+                    value, error = self._next(ends, ends_at)
+            if error is not None:
+                raise error
+            return value
+        finally:
+            for work in works:
+                self.leave(work)
+
+    @staticmethod
+    def _next(ends: queue.SimpleQueue[tuple[Any, BaseException | None]], ends_at: float) -> Any:
+        left_s = ends_at - time.monotonic()
+        try:
+            return ends.get(timeout=max(0.0, left_s)) if left_s < threading.TIMEOUT_MAX else ends.get()
+        except queue.Empty:
+            raise TooLate from None
 
 
 HELPERS = Helpers()

@@ -22,7 +22,17 @@ from pydantic.dataclasses import dataclass as _validated
 
 from penstock.errors import ConfigError
 
-__all__ = ["Endpoint", "PoolConfig", "PoolOptions", "declared", "load_pool", "read_declared", "read_key"]
+__all__ = [
+    "Endpoint",
+    "FunctionLimits",
+    "PoolConfig",
+    "PoolOptions",
+    "declared",
+    "load_functions",
+    "load_pool",
+    "read_declared",
+    "read_key",
+]
 
 _T = TypeVar("_T")
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -161,34 +171,81 @@ class PoolOptions:
 
 
 @declared
+class FunctionLimits:
+    """What a file says about a function under `accelerate`; what it leaves out is as the decorator says."""
+
+    _: dataclasses.KW_ONLY
+    timeout_s: Positive | None = None
+    """Longest time for a call, waiting for its turn included."""
+    attempts: Count | None = None
+    """Tries of a call whose error another try may mend."""
+    hedge_after_s: Positive | None = None
+    """Age at which a call is started a second time."""
+    hedge_share: Share | None = None
+    """Second starts, as a share of all calls."""
+    priority: float | None = None
+    """Who waits with a higher one goes first."""
+    concurrency: Count | None = None
+    """Calls at once, for each key."""
+    requests_per_minute: Positive | None = None
+    """Calls in any 60 s, for each key."""
+    burst: Count | None = None
+    """Calls that may start at once after a pause."""
+
+
+@declared
 class PoolConfig:
-    """A pool as a TOML file declares it."""
+    """A pool as a TOML file declares it, and the functions beside it."""
 
     endpoints: tuple[Endpoint, ...] = dataclasses.field(default_factory=tuple)
     pool: PoolOptions = dataclasses.field(default_factory=PoolOptions)
+    functions: Mapping[str, FunctionLimits] = dataclasses.field(default_factory=dict)
 
 
 def load_pool(path: str | os.PathLike[str]) -> PoolConfig:
-    """Reads `[[endpoints]]` and `[pool]` from a TOML file. All or nothing.
+    """Reads `[[endpoints]]`, `[pool]` and `[functions.NAME]` from a TOML file. All or nothing.
 
     Raises:
         ConfigError: no such file, not TOML, unknown key, impossible value, or no endpoint; names the file.
     """
     file = Path(path)
+    data = _toml(file)
+    endpoints = data.get("endpoints", [])
+    if not isinstance(endpoints, list) or not endpoints:
+        raise ConfigError(f'{file}: no endpoint; declare at least one as [[endpoints]] with url = "..."')
+    read = tuple(read_declared(Endpoint, entry, f"{file}: endpoints[{n}]") for n, entry in enumerate(endpoints))
+    pool = read_declared(PoolOptions, data.get("pool", {}), f"{file}: pool")
+    return PoolConfig(read, pool, _functions(data, file))
+
+
+def load_functions(path: str | os.PathLike[str]) -> Mapping[str, FunctionLimits]:
+    """Reads `[functions.NAME]` from a file that may declare a pool as well.
+
+    Raises:
+        ConfigError: as `load_pool`, but for the missing endpoints.
+    """
+    file = Path(path)
+    data = _toml(file)
+    return load_pool(file).functions if "endpoints" in data else _functions(data, file)
+
+
+def _toml(file: Path) -> dict[str, Any]:
     try:
         data = tomllib.loads(file.read_text())
     except OSError as error:
         raise ConfigError(f"{file}: can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not TOML: {error}") from None
-    known = {"endpoints", "pool"}
-    if unknown := sorted(data.keys() - known):
-        raise ConfigError(f"{file}: unknown key '{unknown[0]}'; known keys: endpoints, pool")
-    endpoints = data.get("endpoints", [])
-    if not isinstance(endpoints, list) or not endpoints:
-        raise ConfigError(f'{file}: no endpoint; declare at least one as [[endpoints]] with url = "..."')
-    read = tuple(read_declared(Endpoint, entry, f"{file}: endpoints[{n}]") for n, entry in enumerate(endpoints))
-    return PoolConfig(read, read_declared(PoolOptions, data.get("pool", {}), f"{file}: pool"))
+    if unknown := sorted(data.keys() - {"endpoints", "pool", "functions"}):
+        raise ConfigError(f"{file}: unknown key '{unknown[0]}'; known keys: endpoints, pool, functions")
+    return data
+
+
+def _functions(data: dict[str, Any], file: Path) -> dict[str, FunctionLimits]:
+    tables = data.get("functions", {})
+    if not isinstance(tables, dict):
+        raise ConfigError(f"{file}: 'functions' must hold tables: [functions.NAME]")
+    return {name: read_declared(FunctionLimits, said, f"{file}: functions.{name}") for name, said in tables.items()}
 
 
 def read_declared(kind: type[_T], data: Any, where: str) -> _T:

@@ -1,7 +1,8 @@
 """Whose turn it is to call a function: concurrency and rate for each key, highest priority first.
 
-Decides who may go; `now` is passed in. Waiters hand in a `wake` and are woken once, with their turn already taken for
-them. Knows neither loops nor threads nor clocks, but takes a lock, since callers come from all of them.
+Decides who may go; `now` is passed in. Waiters hand in a `wake` and are woken with their turn already taken for them,
+or to look again, since the limits have changed. Knows neither loops nor threads nor clocks, but takes a lock, since
+callers come from all of them.
 """
 
 from __future__ import annotations
@@ -56,6 +57,23 @@ class Turns:
         self._numbers = itertools.count()
         self._sweep_at = self.SWEEP
         self._lock = threading.Lock()
+
+    def redeclare(
+        self, concurrency: int | None, requests_per_minute: float | None, burst: int | None, now: float
+    ) -> None:
+        """Takes over other limits from now on. Who waits goes on waiting in its place; what was taken still counts."""
+        with self._lock:
+            self.concurrency, self.requests_per_minute, self.burst = concurrency, requests_per_minute, burst
+            self.limited = concurrency is not None or requests_per_minute is not None
+            for entry in self._keys.values():
+                fresh = self._meter()
+                if entry.meter is not None and fresh is not None:
+                    entry.meter.redeclare(fresh.limit, fresh.burst)
+                else:
+                    entry.meter = fresh
+                self._grant(entry, now)
+                for turn in entry.waiting:
+                    turn.wake()  # it is woken at another time now
 
     def __len__(self) -> int:
         """Keys known."""
