@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 from penstock.simulate.provider_server import ProviderServer
@@ -37,3 +38,14 @@ def judged(path: str, body: dict[str, Any]) -> dict[str, Any]:
         "choices": [{"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}],
         "usage": {"prompt_tokens": 80, "completion_tokens": 20, "total_tokens": 100},
     }
+
+
+def judge_options(folder: Path, url: str) -> dict[str, Any]:
+    """The judge of a run as its configuration names it: `options` of `penstock.reward.judge:judge`."""
+    pool, rubric = folder / "pool.toml", folder / "rubric.toml"
+    pool.write_text(f'[[endpoints]]\nurl = "{url}"\nrequests_per_minute = {60 * REQUESTS_PER_S}\n')
+    rubric.write_text(
+        'question_field = "question"\nreference_field = "answer"\n\n'
+        '[[criteria]]\nname = "correct"\ndescription = "0: wrong. 1: right."\nlow = 0\nhigh = 1\n'
+    )
+    return {"pool": str(pool), "model": "judge-1", "rubric": str(rubric)}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,3 +202,17 @@ def test_the_command_lines_of_the_page_are_verls_own(configure: Any) -> None:
         config = configure(*re.findall(r"^  (\+?reward\.\S+)", block, re.M))
         data = batch({"response": "2", "truth": "2"}, {"response": "3", "truth": "2"})
         assert [output["reward_score"] for output in score(config, data)] == [1.0, 0.0]
+
+
+@pytest.mark.timeout(300)
+def test_the_example_runs_with_a_judge_behind_a_rate_limit() -> None:
+    example = HERE.parents[1] / "examples" / "verl_reward.py"
+    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()[-4:]
+    assert [line.split()[:4] for line in lines] == [
+        ["5", "1.0", "unscored", "0"],
+        ["6", "0.0", "unscored", "0"],
+        ["?", "0.0", "unscored", "1"],
+        ["5", "1.0", "unscored", "0"],
+    ]

@@ -23,3 +23,9 @@ def test_the_judges_example_scores_what_can_be_scored() -> None:
 
 def test_the_gateways_example_serves_processes_that_know_nothing_of_penstock() -> None:
     assert "4 processes, 4" in run("gateway_workers.py")
+
+
+def test_slimes_example_leaves_the_unscored_sample_out_of_the_loss() -> None:
+    said = run("slime_reward.py").splitlines()
+    assert [line.split()[:2] for line in said[:2]] == [["5", "1.0"], ["6", "0.0"]]
+    assert "left out of the loss: judge: no verdict" in said[2]
