@@ -12,7 +12,7 @@ from penstock.instance.supervise import ManagedServer
 
 ENGINES = os.environ.get("PENSTOCK_ENGINES", "")
 """A folder with a virtual environment for each kind of engine: vllm, sglang."""
-CONTEXT = 256
+CONTEXT = 1024
 START_S = 900.0
 
 
@@ -22,10 +22,14 @@ class Kind:
     running_metric: str
     """At /metrics: requests that the server decodes now."""
     environment: dict[str, str] = field(default_factory=dict)
+    seeds: bool = True
+    """Whether it draws by a sequence's seed on CPU."""
 
 
 KINDS = {
     "vllm": Kind({"enforce-eager": ""}, "vllm:num_requests_running", {"VLLM_CPU_KVCACHE_SPACE": "1"}),
+    # Its deterministic inference, which draws by seeds, has kernels for accelerators only.
+    "sglang": Kind({"enable-metrics": ""}, "sglang:num_running_reqs", seeds=False),
 }
 
 

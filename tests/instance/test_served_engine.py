@@ -40,8 +40,16 @@ def weights(version: int, shape: tuple[int, ...] = (4, 2), vocab_size: int = VOC
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[StandIn]:
-    async with StandIn() as standing:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that a server was started on by somebody else."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": VOCAB}))
+    return folder
+
+
+@pytest.fixture
+async def server(model: Path) -> AsyncIterator[StandIn]:
+    async with StandIn(model) as standing:
         yield standing
 
 
@@ -233,7 +241,8 @@ async def test_weights_of_another_model_are_refused(engine: ServedEngine, other:
     [
         ({"model_type": "llama", "vocab_size": 60}, 512, "vocab_size=60"),
         ({"model_type": "qwen2", "vocab_size": VOCAB}, 512, "model_type=qwen2"),
-        ({}, 32, "context of 32 tokens"),
+        ({"model_type": "llama", "vocab_size": VOCAB}, 32, "context of 32 tokens"),
+        ({}, 512, "no config.json that says what model that is"),
     ],
 )
 async def test_a_server_of_another_model_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,14 @@ def config_in(folder: Path) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
+
+
+def config_of(model: str) -> Mapping[str, Any]:
+    """Of a model as servers name it: a folder, or a name in this machine's Hugging Face cache; empty where neither."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    snapshots = sorted((cache / f"models--{model.replace('/', '--')}" / "snapshots").glob("*"))
+    return config_in(Path(model)) or (config_in(snapshots[-1]) if snapshots else {})
 
 
 def dtype_in(folder: Path) -> str:

@@ -223,7 +223,12 @@ class ServedEngine:
         _log.info("%s at %s serves weight version %d", facts.software, self._server.base_url, version)
 
     def _check_facts(self, facts: ServerFacts, config: Mapping[str, Any]) -> None:
-        """Raises EngineError where the server holds another model than the run's weights are of."""
+        """Raises EngineError where the server holds another model than the run's weights are of, or might."""
+        if not self._server.managed and not (facts.model_type and facts.vocab_size):
+            raise EngineError(
+                f"the server at {self._server.base_url} holds {facts.model}, and this machine has no config.json that "
+                "says what model that is; weights of another one would break it: start it on a folder of this machine"
+            )
         for what, theirs, ours in (
             ("model_type", facts.model_type, config.get("model_type")),
             ("vocab_size", facts.vocab_size, config.get("vocab_size")),

@@ -18,7 +18,7 @@ from penstock.errors import EngineError
 from penstock.instance.dialect import Chunk, ServerFacts
 from penstock.instance.engine import SequenceStart
 from penstock.instance.http_calls import call, events, excerpt, request_seed
-from penstock.instance.model_folder import config_in, dtype_in
+from penstock.instance.model_folder import config_of, dtype_in
 from penstock.sample import Finish
 
 LOAD_S = 600.0
@@ -108,7 +108,7 @@ class VllmDialect:
             ) from error
         try:
             model, mode = config["model_config"], config["model_config"]["logprobs_mode"]
-            own = config_in(Path(model["model"]))
+            own = config_of(str(model["model"]))
             facts = ServerFacts(
                 software=f"vllm {version['version']}",
                 model=str(model["model"]),
