@@ -15,8 +15,10 @@ from stand_in_server import VOCAB, StandIn, token
 
 from penstock.errors import ConfigError, EngineError
 from penstock.instance import outgoing, weight_folder
+from penstock.instance.dialects import DIALECTS, dialect_of
 from penstock.instance.engine import Engine
 from penstock.instance.liveness import StallWatch
+from penstock.instance.model_folder import config_of
 from penstock.instance.served import ServedEngine
 from penstock.instance.supervise import AdoptedServer
 from penstock.instance.vllm import VllmDialect
@@ -414,3 +416,23 @@ def test_the_folders_of_an_engine_that_was_killed_are_removed_by_the_next_one(tm
     assert kept.is_dir()
     assert not orphan.exists()
     living.close()
+
+
+# ---- what a server's model is
+
+
+def test_a_model_is_known_by_its_folder_or_by_its_name_in_the_hub_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"vocab_size": 7}')
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert config_of("some/model") == config_of(str(snapshot)) == {"vocab_size": 7}
+    assert config_of("some/other") == config_of(str(tmp_path)) == {}
+
+
+def test_there_is_a_dialect_for_every_kind_and_no_other() -> None:
+    assert [dialect_of(kind).kind for kind in DIALECTS] == list(DIALECTS)
+    with pytest.raises(ConfigError, match="there are: vllm, sglang"):
+        dialect_of("llama")
