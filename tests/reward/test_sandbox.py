@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,10 +44,12 @@ def kind(request: pytest.FixtureRequest) -> Isolation:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No run of this file leaves a process or a file, however it ended."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    """No run of this file leaves a process or a file, however it ended. (`tmp_path` is made before the folder moves.)"""
+    folder = Path(tempfile.mkdtemp(prefix="penstock-test-"))
+    folder.chmod(0o755)  # under root, programs are somebody else's
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
     yield
-    assert list(tmp_path.iterdir()) == []
+    folder.rmdir()
     assert psutil.Process().children() == []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # ended meanwhile
@@ -165,9 +168,9 @@ def test_the_callers_environment_is_not_there(kind: Isolation, monkeypatch: pyte
 
 @pytest.mark.skipif("namespaces" not in KINDS, reason="files are hidden by namespaces alone")
 def test_only_a_folder_of_its_own_can_be_written_and_the_callers_files_are_not_there(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path,
 ) -> None:
-    outside = tmp_path_factory.mktemp("outside")
+    outside = tmp_path
     (outside / "secret").write_text("sesame")
     outside.chmod(0o777)
     code = f"""
