@@ -44,7 +44,7 @@ def kind(request: pytest.FixtureRequest) -> Isolation:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No run of this file leaves a process or a file, however it ended. (`tmp_path` is made before the folder moves.)"""
+    """No run of this file leaves a process or a file, however it ended. `tmp_path` is there before folders move."""
     folder = Path(tempfile.mkdtemp(prefix="penstock-test-"))
     folder.chmod(0o755)  # under root, programs are somebody else's
     monkeypatch.setattr("tempfile.tempdir", str(folder))
