@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 
 from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
 from penstock.train.processes import Child, LocalProcesses
 from penstock.wire import AgentHello, Welcome, decode_from_manager, encode
 from penstock.wire.codec import PROTOCOL, PROTOCOL_HEADER
@@ -77,3 +78,12 @@ def test_engines_of_another_kind_are_agents_with_a_server_and_its_options(
 def test_engine_options_that_make_no_sense_together_are_refused(engines: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         RunConfig.model_validate(LEAST | {"rollout": {"engines": engines}})
+
+
+def test_a_run_on_engines_whose_program_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    config = RunConfig.model_validate(LEAST | {"rollout": {"engines": {"kind": "vllm"}}})
+    with pytest.raises(ConfigError, match="needs the program vllm on PATH"):
+        LocalProcesses(config, tmp_path, TOKEN, lambda event: None)

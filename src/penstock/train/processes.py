@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -20,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from penstock.config.run import RunConfig
-from penstock.errors import PenstockError, PortInUse
+from penstock.config.run import EngineConfig, RunConfig
+from penstock.errors import ConfigError, PenstockError, PortInUse
+from penstock.instance.dialects import PROGRAMS
 from penstock.observe.events import EngineExited, EngineStarted, Event, ManagerChanged
 from penstock.observe.instances import RUN_ENDED
 
@@ -66,6 +68,8 @@ class LocalProcesses:
     """
 
     def __init__(self, config: RunConfig, folder: Path, token: str, emit: Callable[[Event], None]) -> None:
+        """Raises ConfigError where the engines' program is not on this machine."""
+        _check_program(config.rollout.engines)
         self._config = config
         self._folder = folder
         self._emit = emit
@@ -289,6 +293,15 @@ class LocalProcesses:
             start_new_session=True,
         )
         return Child(name=name, process=process, log_path=log_path, log_file=log_file)
+
+
+def _check_program(engines: EngineConfig) -> None:
+    program = PROGRAMS.get(engines.kind, "")
+    if program and engines.count and not engines.command and shutil.which(program) is None:
+        raise ConfigError(
+            f'rollout.engines.kind = "{engines.kind}" needs the program {program} on PATH; install '
+            "it as its own documentation says, or give its command line as rollout.engines.command"
+        )
 
 
 def _ask_to_leave(child: Child) -> None:
