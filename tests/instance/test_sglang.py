@@ -245,14 +245,14 @@ async def test_a_stream_left_before_its_end_is_aborted_in_the_server() -> None:
         assert not "12;".startswith("1;"), "SGLang ends every request whose id begins with the one it is told"
 
 
-async def test_a_swap_whose_version_the_server_does_not_confirm_is_an_error_and_generation_goes_on() -> None:
+async def test_a_swap_that_the_server_does_not_confirm_is_an_error() -> None:
     calls: list[str] = []
     update: dict[str, Any] = {"success": True}
 
     async def answer(request: web.Request) -> web.StreamResponse:
         calls.append(request.path)
-        if request.path == "/flush_cache":
-            return web.Response(status=flush)
+        if request.path in ("/flush_cache", "/abort_request"):
+            return web.Response(status=flush if request.path == "/flush_cache" else 200)
         return web.json_response(update if "update" in request.path else {"weight_version": "6"})
 
     flush = 200
@@ -260,13 +260,15 @@ async def test_a_swap_whose_version_the_server_does_not_confirm_is_an_error_and_
         for expected in (r"weight version 7 and says .*'6'", "did not take weight version 7"):
             with pytest.raises(EngineError, match=expected):
                 await SglangDialect(cpu=True).load(http, url, FOLDERS[0], 7)
-            assert "/continue_generation" in calls
+            assert (
+                calls.index("/abort_request") < calls.index("/flush_cache") < calls.index("/update_weights_from_disk")
+            )
             calls.clear()
             update["success"] = False
         flush = 400
         with pytest.raises(EngineError, match="did not flush its cache"):
             await SglangDialect(cpu=True).load(http, url, FOLDERS[0], 7)
-        assert calls[-1] == "/continue_generation"
+        assert "/update_weights_from_disk" not in calls, "the weights would be taken and the old cache kept"
 
 
 def test_numbers_are_counted_whatever_a_chunk_holds() -> None:

@@ -252,20 +252,18 @@ class SglangDialect:
             await call(http, "POST", f"{base_url}/abort_request", {"rid": _rid(request_id)})
 
     async def load(self, http: aiohttp.ClientSession, base_url: str, folder: Path, version: int) -> None:
-        await call(http, "POST", f"{base_url}/pause_generation", {"mode": "abort"})
-        try:
-            await self._wait_idle(http, base_url)
-            said = await call(
-                http,
-                "POST",
-                f"{base_url}/update_weights_from_disk",
-                {"model_path": str(folder), "weight_version": str(version), "flush_cache": True},
-                deadline_s=LOAD_S,
-            )
-            if not isinstance(said, dict) or said.get("success") is not True:
-                raise EngineError(f"the server did not take weight version {version}: {said}")
-        finally:
-            await call(http, "POST", f"{base_url}/continue_generation", {})
+        # Not /pause_generation: an agent that dies before it says /continue_generation would leave a server that hangs.
+        await call(http, "POST", f"{base_url}/abort_request", {"abort_all": True})
+        await self._wait_idle(http, base_url)
+        said = await call(
+            http,
+            "POST",
+            f"{base_url}/update_weights_from_disk",
+            {"model_path": str(folder), "weight_version": str(version), "flush_cache": True},
+            deadline_s=LOAD_S,
+        )
+        if not isinstance(said, dict) or said.get("success") is not True:
+            raise EngineError(f"the server did not take weight version {version}: {said}")
         model = await call(http, "GET", f"{base_url}/model_info")
         if not isinstance(model, dict) or model.get("weight_version") != str(version):
             raise EngineError(f"the server was given weight version {version} and says {str(model)[:300]}")
