@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from penstock.reward import FunctionTransport, Sample, Score, Unscored, failures, load_function, load_pool
+from penstock.reward import (
+    FunctionTransport,
+    Sample,
+    Score,
+    Unscored,
+    failures,
+    load_function,
+    load_pool,
+    reload_functions,
+)
 from penstock.reward.pool import ComputePool
 from penstock.sample import Finish, Prompt, SampleId
 
@@ -61,3 +70,9 @@ def test_the_pool_file_is_one(files: Path) -> None:
 def test_the_failures_of_the_page_are_all_there_are() -> None:
     for name in failures.__all__:
         assert f"`{name}`" in PAGE
+
+
+def test_the_file_of_limits_is_one(files: Path) -> None:
+    careful = load_function("./careful.py:reward")
+    assert reload_functions("limits.toml") == ["reward"]
+    assert careful.call.turns.concurrency == 16  # type: ignore[attr-defined]
