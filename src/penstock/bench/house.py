@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,14 @@ def small_llama() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def config_for(folder: Path, engines: int, **engine_options: Any) -> RunConfig:
+def config_for(
+    folder: Path, engines: int, manager: Mapping[str, Any] | None = None, **engine_options: Any
+) -> RunConfig:
     options = {"count": engines, "max_running": 48, "max_context_tokens": 256, "frame_steps": 4, **engine_options}
     return RunConfig.model_validate(
         {
             "model": {"path": str(folder)},
+            "manager": dict(manager or {"journal": "off"}),
             "data": {"train": [{"kind": "jsonl", "path": "unused.jsonl"}], "max_prompt_tokens": 16},
             "rollout": {"engines": options, "heartbeat_s": 1.0, "sampling": {"max_new_tokens": 128}},
         }
@@ -122,6 +125,18 @@ class House:
         await self.client.release(batch)
         return collected.by_identity()
 
+    async def until_connected(self, timeout_s: float = 60.0) -> None:
+        """Connects the client to a manager that may still be starting."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                await self.client.connect()
+                return
+            except RolloutError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.05)
+
     async def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -134,8 +149,15 @@ class House:
 
 
 @contextlib.asynccontextmanager
-async def open_house(folder: Path, engines: int, **engine_options: Any) -> AsyncIterator[House]:
-    config = config_for(folder, engines, **engine_options)
+async def open_house(
+    folder: Path,
+    engines: int,
+    manager: Mapping[str, Any] | None = None,
+    reconnect_s: float = 0.0,
+    **engine_options: Any,
+) -> AsyncIterator[House]:
+    """`manager`: keys of that section of the configuration; without them it keeps no journal."""
+    config = config_for(folder, engines, manager, **engine_options)
     seen: list[Event] = []
     status: list[FleetStatus] = []
     token = secrets.token_urlsafe(16)
@@ -143,15 +165,15 @@ async def open_house(folder: Path, engines: int, **engine_options: Any) -> Async
     store = WeightStore("house", "127.0.0.1", 0, token)
     try:
         url = await asyncio.to_thread(processes.start_manager)
-        client = RolloutClient(url, token, seen.append, status.append)
+        client = RolloutClient(url, token, seen.append, status.append, reconnect_s=reconnect_s)
         await client.connect()
+        house = House(processes, store, store.start(), url, client, seen, status)
         try:
-            house = House(processes, store, store.start(), url, client, seen, status)
             for _ in range(engines):
                 processes.start_engine(url, "the house opens")
             yield house
         finally:
-            await client.close()
+            await house.client.close()
     finally:
         store.close()
         await asyncio.to_thread(processes.close)
