@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.rollout.balance import InstanceLoad, ShortestQueue
+from penstock.rollout.balance import InstanceLoad, Queue, ShortestQueue
 
 
 def loads(*pairs: tuple[int, int]) -> list[InstanceLoad]:
@@ -14,17 +14,17 @@ def loads(*pairs: tuple[int, int]) -> list[InstanceLoad]:
 
 
 def test_samples_go_where_the_queue_is_shortest_for_its_places() -> None:
-    assert ShortestQueue(0).assign(3, loads((0, 4), (0, 2))) == [0, 1, 0]
-    assert ShortestQueue(0).assign(2, loads((3, 4), (0, 2))) == [1, 1]
+    assert ShortestQueue(0).assign(Queue(3), loads((0, 4), (0, 2))) == [0, 1, 0]
+    assert ShortestQueue(0).assign(Queue(2), loads((3, 4), (0, 2))) == [1, 1]
 
 
 def test_no_more_than_max_pending_wait_at_an_instance() -> None:
-    assert ShortestQueue(1).assign(99, loads((0, 2), (3, 2))) == [0, 0, 0]
-    assert ShortestQueue(0).assign(99, loads((2, 2))) == []
+    assert ShortestQueue(1).assign(Queue(99), loads((0, 2), (3, 2))) == [0, 0, 0]
+    assert ShortestQueue(0).assign(Queue(99), loads((2, 2))) == []
 
 
 def test_no_instance_gets_nothing() -> None:
-    assert ShortestQueue(4).assign(5, []) == []
+    assert ShortestQueue(4).assign(Queue(5), []) == []
 
 
 def test_a_negative_cap_is_refused() -> None:
@@ -34,7 +34,7 @@ def test_a_negative_cap_is_refused() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), max_size=6), st.integers(0, 60), st.integers(0, 4))
 def test_all_room_is_used_and_the_ends_are_level(pairs: list[tuple[int, int]], waiting: int, cap: int) -> None:
-    picks = ShortestQueue(cap).assign(waiting, loads(*pairs))
+    picks = ShortestQueue(cap).assign(Queue(waiting), loads(*pairs))
     room = [max(0, size + cap - samples) for samples, size in pairs]
     assert len(picks) == min(waiting, sum(room))
     after = [samples + picks.count(k) for k, (samples, _) in enumerate(pairs)]

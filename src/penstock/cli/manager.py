@@ -62,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trainer-grace-s", type=float, default=300.0, help="batches outlive a lost trainer so long (default 300)"
     )
+    parser.add_argument(
+        "--balance",
+        default="penstock.rollout.balanced:Balanced",
+        help="import path of the policy that says where samples go (default: %(default)s)",
+    )
     parser.add_argument("--ready-file", type=Path, help="written once listening: JSON with url and pid")
     parser.add_argument("--exit-with-stdin", action="store_true", help="leave when standard input closes")
 
@@ -133,6 +138,7 @@ async def _serve(args: argparse.Namespace, token: str, own_tokens: dict[str, str
         ),
         frame_steps=args.frame_steps,
         max_pending_per_instance=args.max_pending,
+        balance=args.balance,
         max_context_tokens=args.max_context,
         max_frame_bytes=frame_bytes,
         trainer_grace_s=args.trainer_grace_s,

@@ -142,6 +142,8 @@ class RolloutConfig(_Section):
     engines: EngineConfig = EngineConfig()
     max_pending_per_instance: int = Field(default=16, ge=1)
     """Samples sent to an instance beyond what it can run at once; the rest wait at the manager."""
+    balance: str = Field(default="penstock.rollout.balanced:Balanced", pattern=r"^[\w.]+:\w+$")
+    """Where samples go: import path of a policy, package.module:Class (docs/simulate.md shows one)."""
     deadline_s: float = Field(default=600, gt=0)
     """A step that makes no progress for so long ends in an error with the cause."""
     heartbeat_s: float = Field(default=2.0, gt=0)

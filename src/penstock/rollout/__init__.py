@@ -4,7 +4,7 @@ The edges are imported by module path, since they bring an HTTP stack: `penstock
 `penstock.rollout.client.RolloutClient`.
 """
 
-from penstock.rollout.balance import DispatchPolicy, InstanceLoad, ShortestQueue
+from penstock.rollout.balance import BalancePolicy, InstanceLoad, ShortestQueue
 from penstock.rollout.fleet import Fleet, FleetConfig
 from penstock.rollout.manager import TRAINER, Decisions, Manager, ManagerConfig
 from penstock.rollout.pack import Packer
@@ -12,8 +12,8 @@ from penstock.rollout.tracker import Tracker
 
 __all__ = [
     "TRAINER",
+    "BalancePolicy",
     "Decisions",
-    "DispatchPolicy",
     "Fleet",
     "FleetConfig",
     "InstanceLoad",

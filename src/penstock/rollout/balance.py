@@ -23,7 +23,6 @@ from penstock.errors import ConfigError
 
 __all__ = [
     "BalancePolicy",
-    "DispatchPolicy",
     "InstanceLoad",
     "Move",
     "PlacedSample",
@@ -111,7 +110,7 @@ class Report:
 class BalancePolicy(Protocol):
     """Pure: what it is given, and was told before, decides what it answers."""
 
-    def assign(self, queue: Queue | int, loads: Sequence[InstanceLoad]) -> list[int]:
+    def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
         """Indices into `loads` for the first waiting samples, in their order; those left out go on waiting."""
         ...
 
@@ -145,9 +144,6 @@ class BalancePolicy(Protocol):
         ...
 
 
-DispatchPolicy = BalancePolicy
-
-
 @dataclass
 class ShortestQueue:
     """The instance with the fewest samples per place, ties to the earlier one; at most `max_pending` wait at each.
@@ -163,9 +159,7 @@ class ShortestQueue:
         if self.max_pending < 0:
             raise ValueError(f"max_pending is {self.max_pending}; it must be 0 or more")
 
-    def assign(self, queue: Queue | int, loads: Sequence[InstanceLoad]) -> list[int]:
-        if isinstance(queue, int):
-            queue = Queue(queue)
+    def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
         picks = self._spread(queue.moved, queue.fresh, loads)
         if not self.affinity or queue.samples_per_prompt == 1 or len(picks) - queue.moved < 2:
             return picks

@@ -97,11 +97,10 @@ class TrackedSample:
     @property
     def complete(self) -> Finish | None:
         """How it has finished where its tokens say so by themselves."""
-        if self.length >= self.limit:
-            return Finish.LENGTH
         if self.length and int.from_bytes(self.tokens[-4:], "little") in self.batch.stop_ids:
+            # As engines say it: a stop id is one at the limit too.
             return Finish.STOP
-        return None
+        return Finish.LENGTH if self.length >= self.limit else None
 
     def append(self, token_ids: bytes, logprobs: bytes, count: int, version: int) -> None:
         """Adds `count` tokens drawn with `version`; both buffers hold 4 bytes a token."""

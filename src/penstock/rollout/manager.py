@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from penstock.errors import WireError
 from penstock.observe.events import ConnectionRefused, Event, FrameRefused, RowsRefused, SamplesMoved
-from penstock.rollout.balance import DispatchPolicy, InstanceLoad, ShortestQueue
+from penstock.rollout.balance import BalancePolicy, InstanceLoad, load_policy
+from penstock.rollout.balancing import Balancing
 from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.fleet import Fleet, FleetConfig, Instance, State
 from penstock.rollout.journal import Recovered, placed_records, tokens_record
@@ -60,6 +61,8 @@ class ManagerConfig:
     """Decode steps that an engine gathers in one token frame."""
     max_pending_per_instance: int = 16
     """Samples sent to an instance beyond what it can run at once."""
+    balance: str = "penstock.rollout.balanced:Balanced"
+    """Import path of the balance policy, which is made with `max_pending`."""
     max_context_tokens: int = 0
     """Context that the run wants, for instances that have no wish of their own; 0 leaves it to them."""
     max_frame_bytes: int = MAX_FRAME_BYTES
@@ -80,16 +83,17 @@ class Manager:
     def __init__(
         self,
         config: ManagerConfig,
-        policy: DispatchPolicy | None = None,
+        policy: BalancePolicy | None = None,
         wall_offset_s: float = 0.0,
         epoch: int = 0,
     ) -> None:
         self.config = config
-        self.policy: DispatchPolicy = policy or ShortestQueue(config.max_pending_per_instance)
+        self.policy: BalancePolicy = policy or load_policy(config.balance, max_pending=config.max_pending_per_instance)
         self._out = Outbox(wall_offset_s, min(config.max_frame_bytes, MAX_FRAME_BYTES))
         self.counts = self._out.counts
         self.tracker = Tracker(config.max_strikes)
         self.tracker.begin_epoch(epoch)
+        self.balancing = Balancing(self.policy, self.tracker)
         self.epoch = epoch
         self.fleet = Fleet(config.fleet, self._emit, wall_offset_s)
         self.wall_offset_s = wall_offset_s
@@ -225,6 +229,7 @@ class Manager:
         self.trainer.tick(now)
         self._fail_overdue()
         self._rearrange()
+        self._move()
         self._report_refused_rows()
         if now - self._status_at >= self.config.status_s:
             self._status_at = now
@@ -279,6 +284,7 @@ class Manager:
             self._tokens(instance, frame)
         elif isinstance(frame, Heartbeat):
             instance.beat = frame
+            self.balancing.beat(instance, frame, self._now)
         elif isinstance(frame, VersionReady):
             self.fleet.version_ready(instance, frame, self._now)
             self._rearrange()
@@ -340,6 +346,7 @@ class Manager:
         suspects = 0 if orderly else instance.max_running
         evicted = self.tracker.evict(instance.id, f"{instance.id} is gone: {cause}", suspects)
         self.fleet.lose(instance, cause, self._now, orderly)
+        self.balancing.gone(instance.id)
         if evicted.moved:
             self._note_moved(instance, evicted.moved, evicted.tokens_kept, cause)
         self._deliver(evicted.finished)
@@ -351,6 +358,7 @@ class Manager:
         self._emit(SamplesMoved(ts=self._ts, instance=instance.id, samples=samples, tokens_kept=tokens, cause=cause))
 
     def _deliver(self, samples: list[TrackedSample]) -> None:
+        self.balancing.finished(samples)
         if samples and self.trainer.deliver(samples):
             self._steer()
 
@@ -363,26 +371,48 @@ class Manager:
             if not batch.waiting:
                 continue
             loads = self._loads(batch)
-            for pick in self.policy.assign(batch.waiting, loads):
+            for pick in self.balancing.assign(batch, loads):
                 instance = loads[pick].instance
                 sample = self.tracker.place(batch, instance)
                 if sample is not None:
                     rows.setdefault(instance, []).append(sample)
+        self._start(rows)
+
+    def _start(self, rows: dict[str, list[TrackedSample]]) -> None:
         for instance, samples in rows.items():
             if self._out.journaling:
                 self._out.records(placed_records(samples))
             for frame in start_frames(samples, self._agent_frame_bytes // 2):
                 self._send(self.fleet.peer_of(instance), frame)
 
+    def _move(self) -> None:
+        """Takes samples from where they are and gives them to instances where they end sooner, if the policy says so.
+
+        The oldest batch alone: it is what the trainer waits for.
+        """
+        batch = next(self.tracker.batches(), None)
+        if batch is None:
+            return
+        given: dict[str, list[TrackedSample]] = {}
+        taken: dict[str, list[TrackedSample]] = {}
+        for move in self.balancing.moves(batch, self._loads(batch), self._now):
+            sample = self.tracker.hand_on(move.source, move.lease, move.target)
+            if sample is not None:
+                self.balancing.moved(sample)
+                self._stop(self.fleet.peer_of(move.source), [move.lease], "given to another instance")
+                taken.setdefault(move.source, []).append(sample)
+                given.setdefault(move.target, []).append(sample)
+        for source, samples in taken.items():
+            instance = self.fleet.get(self.fleet.peer_of(source))
+            if instance is not None:
+                tokens = sum(sample.length for sample in samples)
+                self._note_moved(instance, len(samples), tokens, "they end sooner elsewhere")
+        self._start(given)
+
     def _loads(self, batch: Batch) -> list[InstanceLoad]:
         """Instances that hold the batch's version and have the context that any of its samples may come to need."""
         return [
-            InstanceLoad(
-                instance=instance.id,
-                samples=self.tracker.leases_of(instance.id),
-                max_running=instance.max_running,
-                tokens_per_s=instance.tokens_per_s,
-            )
+            self.balancing.load(instance)
             for instance in self.fleet.ready_for(batch.version, batch.context_tokens)
             if instance.knows(batch.top_token)
         ]

@@ -25,6 +25,8 @@ __all__ = ["Facts", "FleetSize", "FleetSizeConfig", "Offload", "StepTimes", "Win
 
 CORRECTION = 0.3
 """Share of the last step's surprise that the next one makes up for: lengths differ from step to step by as much."""
+REMOTE_COUNTS = 0.25
+"""A second that remote instances wait more than planned, against one of the trainer's: they are the cheaper ones."""
 MOST_CORRECTION = 0.2
 """Of the training time: more than that is not an error of the plan but a change of the fleet within the step."""
 UNKNOWN = 0.4
@@ -133,7 +135,8 @@ class Offload:
         if fleet == 0 or plan is None or times.preemptions:
             # A machine lost within the step says nothing about the plan.
             return
-        late_s = (times.trainer_wait_s - plan.trainer_wait_s) - (times.remote_wait_s - plan.remote_wait_s)
+        early_s = max(0.0, times.remote_wait_s - plan.remote_wait_s)
+        late_s = times.trainer_wait_s - plan.trainer_wait_s - REMOTE_COUNTS * early_s
         bound = MOST_CORRECTION * times.train_s
         self.corrections[fleet] = max(-bound, min(bound, self.correction(fleet) + CORRECTION * late_s / 2))
 

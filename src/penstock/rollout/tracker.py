@@ -207,13 +207,22 @@ class Tracker:
         sample = batch.next_waiting()
         if sample is None:
             return None
-        self._last_lease += 1
-        sample.lease = self._last_lease
-        sample.instance = instance
-        sample.placed_length = sample.length
         batch.placed += 1
-        self._placed.setdefault(instance, {})[sample.lease] = sample
-        return sample
+        return self._lease(sample, instance)
+
+    def hand_on(self, source: str, lease: int, target: str) -> TrackedSample | None:
+        """Moves a placed sample to another instance, with its tokens, under a new lease; that is no strike.
+
+        None where the lease is no longer in force, or the sample has all its tokens and only its end is to come.
+        """
+        placed = self._placed.get(source, {})
+        sample = placed.get(lease)
+        if sample is None or sample.complete is not None:
+            return None
+        del placed[lease]
+        if sample.length > sample.placed_length:
+            sample.strikes = 0
+        return self._lease(sample, target)
 
     def leases_of(self, instance: str) -> int:
         """Samples that are with an instance now."""
@@ -330,6 +339,14 @@ class Tracker:
         return sum(batch.placed for batch in self._batches.values())
 
     # ---- within
+
+    def _lease(self, sample: TrackedSample, instance: str) -> TrackedSample:
+        self._last_lease += 1
+        sample.lease = self._last_lease
+        sample.instance = instance
+        sample.placed_length = sample.length
+        self._placed.setdefault(instance, {})[sample.lease] = sample
+        return sample
 
     def _take_back(self, placed: dict[int, TrackedSample], sample: TrackedSample, cause: str, applied: Applied) -> None:
         """Takes a sample from an instance that is there and still believes in the lease."""

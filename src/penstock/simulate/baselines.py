@@ -45,8 +45,8 @@ class StaticSplit(ShortestQueue):
         super().__init__(UNBOUNDED, affinity=False)
         self.prompts = prompts
 
-    def assign(self, queue: Queue | int, loads: Sequence[InstanceLoad]) -> list[int]:
-        if isinstance(queue, int) or not loads:
+    def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
+        if not loads:
             return super().assign(queue, loads)
         rows = [queue.prompt_of(position) for position in range(queue.waiting)]
         return [max(0, row) * len(loads) // self.prompts for row in rows]

@@ -101,6 +101,7 @@ class LocalProcesses:
             # For machines that join from outside, with nothing but the manager's address.
             + ["--max-context", str(rollout.engines.max_context_tokens)]
             + ["--max-pending", str(rollout.max_pending_per_instance)]
+            + ["--balance", rollout.balance]
             + ["--trainer-grace-s", str(manager.trainer_grace_s)]
             + self._journal_options(),
         )

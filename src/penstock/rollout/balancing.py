@@ -1,0 +1,134 @@
+"""Between the manager and its balance policy: what the policy is shown and told, in its own words.
+
+Decides nothing about where samples go; that is the policy's (`balance`). It turns batches into queues, heartbeats
+into reports of work, and the tracker's samples into rows. Refuses to know frames, peers and clocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.rollout.balance import BalancePolicy, InstanceLoad, Move, PlacedSample, Queue, Report
+from penstock.rollout.batch import Batch, TrackedSample
+from penstock.rollout.fleet import Instance
+from penstock.rollout.tracker import Tracker
+from penstock.wire import Heartbeat
+
+__all__ = ["MOVES_S", "Balancing"]
+
+MOVES_S = 1.0
+"""Between two questions after moves: a move costs a prefill, and less than a second of waiting is not worth one."""
+
+
+@dataclass(slots=True)
+class _Beat:
+    at: float
+    frame: Heartbeat
+    full: bool = False
+    """Samples waited at it though it had places left, twice in a row: its memory is full."""
+
+
+class Balancing:
+    """One policy and what it needs to be told."""
+
+    def __init__(self, policy: BalancePolicy, tracker: Tracker) -> None:
+        self.policy = policy
+        self._tracker = tracker
+        self._beats: dict[str, _Beat] = {}
+        self._moves_by_choice: dict[TrackedSample, int] = {}
+        self._moved_at = float("-inf")
+
+    # ---- told
+
+    def beat(self, instance: Instance, frame: Heartbeat, now: float) -> None:
+        """A heartbeat. Only time in which the instance had work at both ends counts as time that it worked."""
+        before = self._beats.get(instance.id)
+        waits = frame.waiting > 0 and 0 < frame.running < instance.max_running
+        self._beats[instance.id] = _Beat(now, frame, waits and before is not None and before.frame.waiting > 0)
+        if before is None or not frame.running or not before.frame.running:
+            return
+        tokens = frame.tokens_generated - before.frame.tokens_generated
+        if now <= before.at or tokens <= 0:
+            return
+        self.policy.report(
+            Report(
+                instance=instance.id,
+                wall_s=now - before.at,
+                running=(frame.running + before.frame.running) / 2,
+                context_tokens=(frame.kv_tokens + before.frame.kv_tokens) / 2,
+                tokens=tokens,
+                prefilled=max(0, frame.tokens_prefilled - before.frame.tokens_prefilled),
+                pending=self.pending(instance),
+            )
+        )
+
+    def finished(self, samples: Iterable[TrackedSample]) -> None:
+        """Samples that ended, before their batch is closed."""
+        for sample in samples:
+            self._moves_by_choice.pop(sample, None)
+            if not sample.cause:
+                self.policy.finished(sample.prompt, sample.length)
+            if sample.batch.ended and not sample.batch.waiting:
+                self.policy.batch_ended()
+
+    def gone(self, instance: str) -> None:
+        self._beats.pop(instance, None)
+        self.policy.gone(instance)
+
+    # ---- shown
+
+    def assign(self, batch: Batch, loads: Sequence[InstanceLoad]) -> list[int]:
+        """The policy's picks for a batch's waiting samples, which it may put in another order first."""
+        if len(batch.moved) > 1:
+            rows = list(batch.moved)
+            batch.moved = deque(rows[k] for k in self.policy.order([sample.length for sample in rows]))
+        queue = Queue(
+            fresh=batch.fresh,
+            first_fresh=batch.samples - batch.fresh,
+            samples_per_prompt=batch.samples_per_prompt,
+            moved=len(batch.moved),
+        )
+        return self.policy.assign(queue, loads)
+
+    def load(self, instance: Instance) -> InstanceLoad:
+        return InstanceLoad(
+            instance=instance.id,
+            samples=self._tracker.leases_of(instance.id),
+            max_running=instance.max_running,
+            tokens_per_s=instance.tokens_per_s,
+            pending=self.pending(instance),
+        )
+
+    def pending(self, instance: Instance) -> int:
+        """Samples that wait at an instance: those beyond its places, or as it says where its memory is full."""
+        samples = self._tracker.leases_of(instance.id)
+        beyond = max(0, samples - instance.max_running)
+        beat = self._beats.get(instance.id)
+        if beat is None or not beat.full:
+            return beyond
+        return max(beyond, min(samples, beat.frame.waiting))
+
+    def moves(self, batch: Batch, loads: Sequence[InstanceLoad], now: float) -> list[Move]:
+        """Samples of a batch that are better off elsewhere; asked at most every `MOVES_S`."""
+        if now - self._moved_at < MOVES_S or len(loads) < 2:
+            return []
+        self._moved_at = now
+        return self.policy.moves(batch.waiting, loads, lambda instance: self._placed(instance, batch, loads))
+
+    def moved(self, sample: TrackedSample) -> None:
+        """A sample was moved by choice."""
+        self._moves_by_choice[sample] = self._moves_by_choice.get(sample, 0) + 1
+
+    def _placed(self, instance: str, batch: Batch, loads: Sequence[InstanceLoad]) -> list[PlacedSample]:
+        load = next(load for load in loads if load.instance == instance)
+        places = load.samples - load.pending
+        rows = []
+        for position, sample in enumerate(self._tracker.samples_of(instance)):
+            if sample.batch is batch:
+                prompt = len(batch.prompt_bytes(sample.prompt)) // 4
+                running = sample.length > sample.placed_length or position < places
+                moves = self._moves_by_choice.get(sample, 0)
+                rows.append(PlacedSample(sample.lease, sample.length, prompt + sample.length, running, moves))
+        return rows
