@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from penstock.reward.breaker import Breaker
+from penstock.reward.breaker import Breaker, Health
 from penstock.reward.gate import DeclaredCap, LearnedCap, Sent
 from penstock.reward.limits import Endpoint, PoolOptions
 from penstock.reward.pacer import LearnedRate, Meter, ToldRate
@@ -103,7 +103,7 @@ class Admission:
         """The earliest time at which a request may pass; infinity where only an answer can open the door."""
         if not self.gate.allows(self.in_flight):
             return math.inf
-        ready = self.breaker.ready_at(now)
+        ready = now if self.breaker.health is Health.CLOSED else self.breaker.ready_at(now)
         if self._paused_until > ready:
             ready = self._paused_until
         if self.requests is not None:
@@ -135,7 +135,8 @@ class Admission:
         if self.told_tokens.limit < math.inf:
             self.told_tokens.take(now, tokens)
         self.gate.sent(sent)
-        self.breaker.sent()
+        if self.breaker.health is not Health.CLOSED:
+            self.breaker.sent()
         return sent
 
     def settle(self, sent: Sent, now: float, outcome: Outcome) -> None:

@@ -174,7 +174,7 @@ class Scheduler:
             place = route.places[0]
             if place.admission.ready_at(now, job.tokens) > now or not self._usable(place, job):
                 return None
-            if not self._affordable(place, job):
+            if self.options.max_spend is not None and not self._affordable(place, job):
                 self._unaffordable(route, job)
                 return None
             route.queue.pop()
