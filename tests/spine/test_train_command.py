@@ -231,17 +231,26 @@ def test_children_leave_by_themselves_when_the_trainer_is_killed(work: Path) -> 
 
 
 @pytest.mark.slow
-def test_an_engine_that_dies_is_replaced_and_what_was_done_is_kept_when_the_manager_dies(work: Path) -> None:
-    process = start(work, "--train.steps=100000", "--data.eval=[]", "--train.checkpoint_every=0")
+def test_engine_and_manager_that_die_are_replaced_and_what_was_done_is_kept_when_no_more_are(work: Path) -> None:
+    process = start(
+        work, "--train.steps=100000", "--data.eval=[]", "--train.checkpoint_every=0", "--manager.restarts=1"
+    )
     read_until(process, "step 2/")
     named = {" ".join(child.cmdline()): child for child in children_of(process)}
     next(child for words, child in named.items() if "engine-0" in words).kill()
     read_until(process, "engine-2 joined")
     next(child for words, child in named.items() if " manager " in words).kill()
+    read_until(process, "the manager is back")
+    read_until(process, "step ")
+    named = {" ".join(child.cmdline()): child for child in children_of(process)}
+    next(child for words, child in named.items() if " manager " in words).kill()
     assert process.stdout is not None
     output = process.stdout.read()
     assert process.wait(timeout=60) == 1
     assert "the manager died (killed by SIGKILL" in output
+    summary = json.loads((work / "runs" / "tiny-001" / "summary.json").read_text())
+    assert summary["manager_restarts"] == 1
+    assert summary["manager_losses"] >= 1
     assert "go on with: penstock train tiny.toml" in output
     assert any((work / "runs" / "tiny-001" / "checkpoints").glob("step-*"))
 

@@ -34,6 +34,7 @@ from penstock.wire import (
     FleetStatus,
     FrameFromManager,
     LoadWeights,
+    ReleaseBatch,
     Sampling,
     StartFrame,
     SubmitBatch,
@@ -159,11 +160,11 @@ def _ready(version: int) -> VersionReady:
     return VersionReady(version=version, vocab_size=VOCABULARY, max_context_tokens=1 << 21, load_s=0, bytes_fetched=0)
 
 
-class _World:
+class World:
     """A manager with agents that are ready, on a clock that only the rounds move."""
 
     def __init__(self, agents: int, max_running: int = 256) -> None:
-        self.manager = Manager(ManagerConfig(max_pending_per_instance=0))
+        self.manager = self.make_manager()
         self.agents = {f"agent-{k}": _Agent(f"agent-{k}") for k in range(agents)}
         self.now = 0.0
         self.finished = 0
@@ -175,8 +176,16 @@ class _World:
             self.agent(peer, encode(_hello(peer, max_running)))
         self.trainer(VersionPublished(version=1, source="bench:1"))
 
-    def trainer(self, frame: TrainerHello | VersionPublished | SubmitBatch) -> None:
-        self._take(self.manager.on_trainer_frame(frame, self.now))
+    def make_manager(self) -> Manager:
+        return Manager(ManagerConfig(max_pending_per_instance=0))
+
+    def write(self, decisions: Decisions) -> None:
+        """What a journal would be given; here there is none."""
+
+    def trainer(self, frame: TrainerHello | VersionPublished | SubmitBatch | ReleaseBatch) -> None:
+        decisions = self.manager.on_trainer_frame(frame, self.now)
+        self.write(decisions)
+        self._take(decisions)
 
     def submit(self, name: str, prompts: int, samples_per_prompt: int, length: int) -> None:
         ids = array("i", range(PROMPT_TOKENS)).tobytes() * prompts
@@ -198,6 +207,7 @@ class _World:
         """One message of an agent, and the answers to it. Returns processor seconds that the manager's side took."""
         begin = time.process_time()
         decisions = self.manager.on_agent_frame(peer, decode_to_manager(data), self.now)
+        self.write(decisions)
         answers = [(to, encode(frame)) for to, frame in decisions.frames]
         took_s = time.process_time() - begin
         del answers
@@ -208,6 +218,7 @@ class _World:
         self.now += 0.1
         begin = time.process_time()
         decisions = self.manager.tick(self.now)
+        self.write(decisions)
         answers = [encode(frame) for _, frame in decisions.frames]
         took_s = time.process_time() - begin
         del answers
@@ -241,7 +252,7 @@ class _World:
 
 def _tracking_rate(agents: int, row_tokens: int, rounds: int) -> float:
     """Tokens per processor second while every sample goes on."""
-    world = _World(agents)
+    world = World(agents)
     world.submit("bench", prompts=agents * 32, samples_per_prompt=8, length=1 << 20)
     total_s, total = 0.0, 0
     for _ in range(rounds):
@@ -258,7 +269,7 @@ def _finished_rate(agents: int, length: int, rounds: int) -> float:
 
     Samples start staggered, so that frames finish some rows and carry on others.
     """
-    world = _World(agents)
+    world = World(agents)
     samples = agents * 256 * (rounds + 2)
     world.submit("bench", prompts=samples // 8, samples_per_prompt=8, length=length)
     for number, agent in enumerate(world.agents.values()):
@@ -270,7 +281,7 @@ def _finished_rate(agents: int, length: int, rounds: int) -> float:
     return (world.finished - before) / seconds
 
 
-def _stagger(world: _World, agent: _Agent, number: int) -> None:
+def _stagger(world: World, agent: _Agent, number: int) -> None:
     """Takes the sequences of one agent to different lengths, 0 to 12 tokens."""
     leases = list(agent.drawn)
     counts = [4 * ((k + number) % 4) for k in range(len(leases))]
@@ -289,7 +300,7 @@ def _stagger(world: _World, agent: _Agent, number: int) -> None:
 
 def _memory_per_token(length: int) -> float:
     """Growth of the resident set while 64 x 256 samples get `length` tokens each, per token."""
-    world = _World(64)
+    world = World(64)
     world.submit("bench", prompts=64 * 32, samples_per_prompt=8, length=length + 1)
     world.play(1, 1 << 20)
     gc.collect()
@@ -303,12 +314,13 @@ def _memory_per_token(length: int) -> float:
 
 def _growth_mib(batches: int) -> float:
     """Growth of the resident set from the end of the first quarter of many batches in sequence to their end."""
-    world = _World(64, max_running=64)
+    world = World(64, max_running=64)
     baseline = 0
     for number in range(batches):
         world.submit(f"train-{number}", prompts=1024, samples_per_prompt=8, length=32)
         while world.manager.tracker.batch(f"train-{number}") is not None:
             world.play(8, 32)
+        world.trainer(ReleaseBatch(batch=f"train-{number}"))
         if number == batches // 4:
             gc.collect()
             baseline = _resident_bytes()

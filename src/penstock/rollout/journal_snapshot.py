@@ -33,8 +33,9 @@ class _BatchCut:
     lengths: list[int]
     leases: list[int]
     finishes: list[Finish]
-    spans: list[_Spans]
-    """(version, end) of each sample's spans; the last one's end is its length."""
+    versions: list[int]
+    closed_spans: list[_Spans]
+    """(version, end) of each sample's spans before the last one, which is of `versions` and ends with the sample."""
 
 
 @dataclass(slots=True)
@@ -81,16 +82,22 @@ def _cut(tracker: Tracker, batch: Batch) -> _BatchCut:
         lengths=[sample.length for sample in samples],
         leases=[sample.lease for sample in samples],
         finishes=[sample.finish for sample in samples],
-        spans=[(*sample.closed_spans, (sample.version, sample.length)) if sample.length else () for sample in samples],
+        versions=[sample.version for sample in samples],
+        closed_spans=[sample.closed_spans for sample in samples],
     )
 
 
 def _piece(cut: _BatchCut, first: int, last: int) -> Samples:
     rows = range(first, last)
-    samples, lengths, spans = cut.samples[first:last], cut.lengths[first:last], cut.spans[first:last]
+    samples, lengths = cut.samples[first:last], cut.lengths[first:last]
+    spans = [
+        (*closed, (version, length)) if length else ()
+        for version, length, closed in zip(cut.versions[first:last], lengths, cut.closed_spans[first:last], strict=True)
+    ]
+    replicas = cut.frame.samples_per_prompt
     return Samples(
         batch=cut.frame.batch,
-        samples=array("I", [sample.index for sample in samples]).tobytes(),
+        samples=array("I", [sample.prompt * replicas + sample.replica for sample in samples]).tobytes(),
         leases=array("Q", cut.leases[first:last]).tobytes(),
         finishes=bytes(cut.finishes[first:last]),
         lengths=array("I", lengths).tobytes(),
