@@ -229,6 +229,31 @@ async def test_a_swap_outlives_its_session_and_the_next_one_waits_for_it(store: 
             assert (engine.swaps, engine.version) == (2, 1)
 
 
+async def test_an_engine_that_never_ends_a_swap_ends_the_agent_with_that_cause(store: WeightStore) -> None:
+    async with FakeManager() as manager:
+        agent = agent_of(manager, SlowSwap(), load_deadline_s=3.0)
+        async with running(agent) as task:
+            session = await manager.session()
+            await session.send(LoadWeights(version=0, source=store.address))
+            with pytest.raises(EngineError, match=r"did not take weight version 0 within 3 s"):
+                await asyncio.wait_for(task, 30)
+            goodbye = await session.next_of(Goodbye)
+            assert goodbye.engine_failed
+
+
+async def test_what_the_manager_takes_back_is_said_on_the_machines_own_screen(
+    store: WeightStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with FakeManager() as manager:
+        agent = agent_of(manager)
+        async with running(agent):
+            session = await manager.session()
+            await session.send(StopFrame(leases=column_bytes([1, 2], "Q"), cause="a log-probability of nan"))
+            await session.next_of(Heartbeat, count=len(session.of(Heartbeat)) + 3)
+            assert agent.taken_back == 1
+    assert "the manager took back 2 sequences: a log-probability of nan" in caplog.text
+
+
 class BadWeights(PacedEngine):
     async def update_weights(self, weights: StagedWeights) -> None:
         if weights.version == 1:

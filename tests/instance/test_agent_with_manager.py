@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from penstock.instance import Agent, PacedEngine, SequenceStart
+from penstock.errors import EngineError
+from penstock.instance import Agent, PacedEngine, SequenceStart, TokenDelta
 from penstock.instance.paced import paced_tokens
-from penstock.observe.events import Event, SamplesMoved, WaitingForInstances
+from penstock.observe.events import Event, InstanceChanged, SamplesMoved, WaitingForInstances
 from penstock.rollout.client import FinishedSample, RolloutClient
-from penstock.rollout.fleet import State
+from penstock.rollout.fleet import FleetConfig, State
 from penstock.rollout.manager import ManagerConfig
 from penstock.rollout.server import ManagerServer, ServerConfig
 from penstock.sample import Finish, Prompt, SampleId, sample_seed
@@ -80,8 +83,9 @@ async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
 class Run:
     """A manager, its trainer's client and what they report."""
 
-    def __init__(self, max_context_tokens: int = 0) -> None:
-        manager = ManagerConfig(frame_steps=4, max_context_tokens=max_context_tokens)
+    def __init__(self, max_context_tokens: int = 0, heartbeat_s: float = 2.0) -> None:
+        fleet = FleetConfig(heartbeat_s=heartbeat_s)
+        manager = ManagerConfig(fleet=fleet, frame_steps=4, max_context_tokens=max_context_tokens)
         self.server = ManagerServer(ServerConfig(token=TOKEN, manager=manager))
         self.events: list[Event] = []
         self.status: FleetStatus | None = None
@@ -104,8 +108,10 @@ class Run:
     def _on_status(self, status: FleetStatus) -> None:
         self.status = status
 
-    def join(self, name: str, tokens_per_s: float = 8000.0, context_tokens: int = 0) -> Agent:
-        engine = PacedEngine(tokens_per_s=tokens_per_s, max_running=8, max_context_tokens=context_tokens)
+    def join(
+        self, name: str, tokens_per_s: float = 8000.0, context_tokens: int = 0, engine: PacedEngine | None = None
+    ) -> Agent:
+        engine = engine or PacedEngine(tokens_per_s=tokens_per_s, max_running=8, max_context_tokens=context_tokens)
         agent = Agent(engine, self.server.url, TOKEN, name)
         self.agents[name] = agent, asyncio.create_task(agent.run())
         return agent
@@ -197,3 +203,81 @@ async def test_a_machine_that_joins_with_an_address_alone_fits_the_run_and_one_t
         assert waiting.waiting_for == (
             "an instance with weight version 0 and a context of 403 tokens (1 ready with a context of 402)"
         )
+
+
+def ends(run: Run) -> list[InstanceChanged]:
+    return [event for event in run.events if isinstance(event, InstanceChanged) and event.after == "gone"]
+
+
+async def test_a_machine_that_hangs_is_given_up_after_three_heartbeats_and_its_late_frames_change_nothing(
+    store: WeightStore,
+) -> None:
+    async with Run(heartbeat_s=1.0) as run:
+        await run.client.publish(0, store.address)
+        arguments = ["join", "--manager", run.server.url, "--engine", "paced", "--tokens-per-s", "1000"]
+        hung = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "penstock", *arguments, "--name", "hung", "--max-running", "8"),
+            *("--preemption", "none"),
+            env={**os.environ, "PENSTOCK_TOKEN": TOKEN},
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        try:
+            result = await run.submit("s0", version=0, replicas=4)
+            await until(lambda: run.tokens_of("hung") > 100)
+            hung.send_signal(signal.SIGSTOP)
+            run.join("survivor", tokens_per_s=2000.0)
+            await until(lambda: any("3 heartbeats missed" in event.cause for event in ends(run)))
+            # What it had on its way arrives while the survivor draws the same samples.
+            hung.send_signal(signal.SIGCONT)
+            done = await asyncio.wait_for(result.done, 60)
+            await until(lambda: any(isinstance(e, InstanceChanged) and e.instance == "hung~2" for e in run.events))
+        finally:
+            hung.kill()
+            await hung.wait()
+        assert done.failed == 0
+        assert_undisturbed("s0", result, replicas=4)
+
+
+class BreaksDown(PacedEngine):
+    """Fails after a few deltas, as a device that is lost or out of memory does."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(tokens_per_s=2000.0, max_running=8, max_context_tokens=0)
+        self._error = error
+
+    async def deltas(self) -> AsyncIterator[TokenDelta]:
+        count = 0
+        async for delta in super().deltas():
+            yield delta
+            count += 1
+            if count == 3:
+                raise self._error
+
+
+@pytest.mark.parametrize("error", [EngineError("device lost"), MemoryError("out of memory")])
+async def test_an_engine_that_crashes_under_a_live_agent_costs_no_token(store: WeightStore, error: Exception) -> None:
+    async with Run() as run:
+        await run.client.publish(0, store.address)
+        run.join("broken", engine=BreaksDown(error))
+        result = await run.submit("s0", version=0, replicas=2)
+        await until(lambda: bool(ends(run)))
+        run.join("survivor")
+        done = await asyncio.wait_for(result.done, 60)
+        assert done.failed == 0
+        assert_undisturbed("s0", result, replicas=2)
+        end = ends(run)[0]
+        assert not end.orderly
+        assert str(error) in end.cause
+
+
+async def test_a_wall_clock_that_jumps_is_not_noticed(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, jumps = time.time, itertools.cycle((0.0, 1e7, -1e7))
+    async with Run() as run:
+        monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
+        await run.client.publish(0, store.address)
+        run.join("engine")
+        result = await run.submit("s0", version=0, replicas=2)
+        done = await asyncio.wait_for(result.done, 60)
+        assert done.failed == 0
+        assert_undisturbed("s0", result, replicas=2)
+        assert not ends(run)

@@ -76,6 +76,10 @@ class FramesBySteps(Protocol):
     frame_steps: int
 
 
+class SwapStuck(EngineError):
+    """An engine that does not end a swap can't be asked for anything else."""
+
+
 class Agent:
     """Runs `engine` for the manager at `manager_url` until it is drained or can't go on.
 
@@ -414,6 +418,8 @@ class Agent:
                     raise
                 self.superseded_pulls += 1
                 log.info("stopped pulling weight version %d: a newer one is wanted", frame.version)
+            except SwapStuck:
+                raise
             except PenstockError as error:
                 log.error("weight version %d could not be loaded: %s", frame.version, error)
                 await self._send(LoadFailed(version=frame.version, cause=str(error)[:CAUSE_CHARACTERS]))
@@ -455,10 +461,17 @@ class Agent:
 
     async def _swap_in(self, staged: StagedWeights) -> None:
         """A swap that has begun is left to end, even where the session that asked for it does not outlive it."""
-        if self._swap is not None:
-            await asyncio.wait((self._swap,))
-        self._swap = asyncio.create_task(self._engine.update_weights(staged), name="agent-swap")
-        await asyncio.shield(self._swap)
+        try:
+            async with asyncio.timeout(self._load_deadline_s):
+                if self._swap is not None:
+                    await asyncio.wait((self._swap,))
+                self._swap = asyncio.create_task(self._engine.update_weights(staged), name="agent-swap")
+                await asyncio.shield(self._swap)
+        except TimeoutError:
+            version = staged.manifest.version
+            raise SwapStuck(
+                f"the engine did not take weight version {version} within {self._load_deadline_s:g} s"
+            ) from None
 
     # ---- leaving
 
