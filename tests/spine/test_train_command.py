@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -315,3 +316,31 @@ def test_a_port_in_use_is_named(work: Path, capfd: pytest.CaptureFixture[str], k
         taken.listen()
         port = taken.getsockname()[1]
         assert f"{port}" in refused(work, capfd, f"--{key}={port}")
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_mid_step_and_resumed_finds_what_the_step_had_generated(work: Path) -> None:
+    paced = ("--rollout.engines.tokens_per_s=60", "--rollout.engines.count=1", "--data.eval=[]")
+    options = (*paced, "--train.steps=2", "--train.checkpoint_every=1")
+    process = start(work, *options)
+    read_until(process, "step 1/")
+    folder = work / "runs" / "tiny-001"
+    journal = folder / "journal"
+    children = children_of(process)
+    before = sum(path.stat().st_size for path in journal.iterdir())
+    deadline = time.monotonic() + 60
+    # A step's prompts take less than this, so some of its tokens are there.
+    while sum(path.stat().st_size for path in journal.iterdir()) < before + 1200:
+        assert time.monotonic() < deadline, "the second step got no tokens"
+        time.sleep(0.02)
+    process.kill()
+    process.wait(timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+    output = train(work, *options, "--resume", "latest")
+    assert "batch train-1 goes on" in output
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    [taken_up] = [event for event in events if event["event"] == "batch_taken_up"]
+    assert taken_up["tokens"] > 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["samples_recovered"] == taken_up["finished"]
