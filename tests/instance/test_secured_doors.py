@@ -19,6 +19,7 @@ import trustme
 from penstock.errors import AuthError, ConfigError
 from penstock.instance import Agent, PacedEngine
 from penstock.observe.events import ConnectionRefused, Event
+from penstock.rollout.client import RolloutClient
 from penstock.rollout.doors import Tokens
 from penstock.rollout.fleet import State
 from penstock.rollout.manager import TRAINER
@@ -139,6 +140,12 @@ async def test_a_token_of_another_role_is_refused_with_the_reason_at_the_agent_a
         assert (event.peer, event.door) == ("127.0.0.1", "agent")
         assert event.cause == "that token is a trainer's, and this door is for agents"
         assert "t-token" not in told + event.cause
+
+
+async def test_a_trainer_with_an_agents_token_is_told_so() -> None:
+    async with serving(OWN) as server:
+        with pytest.raises(AuthError, match="another role's, not the trainer's"):
+            await RolloutClient(server.url, OWN.agent, lambda _: None, lambda _: None).connect()
 
 
 async def test_a_wrong_token_is_refused_with_the_reason_at_the_agent_and_in_the_managers_events() -> None:

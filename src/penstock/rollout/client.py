@@ -196,6 +196,8 @@ class RolloutClient:
         """What the manager says about it, which the WebSocket handshake does not carry."""
         if status == 401:
             return AuthError(f"the manager at {self._url} refuses the token; give the run's PENSTOCK_TOKEN")
+        if status == 403:
+            return AuthError(f"the manager at {self._url} refuses the token: it is another role's, not the trainer's")
         if status == 426:
             return ProtocolMismatch(
                 f"the manager at {self._url} does not speak protocol {PROTOCOL}; install the same version of penstock"
