@@ -68,7 +68,10 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "told"),
     [
         ([], "commands:"),
-        (["trian"], "there is no command 'trian'; there are: train, join, manager, reward, gateway, bench, doctor"),
+        (
+            ["trian"],
+            "no command 'trian'; there are: train, join, manager, reward, gateway, simulate, bench, doctor",
+        ),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["doctor", "--jsn"], "unrecognized arguments: --jsn"),
         (["train", "a.toml", "--dry"], "unrecognized arguments: --dry"),

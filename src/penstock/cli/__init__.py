@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, str] = {
     "manager": "serve rollouts to a trainer (train starts one by itself)",
     "reward": "score a JSONL of answers with a reward function",
     "gateway": "serve a pool of rate-limited services as one endpoint",
+    "simulate": "say what a run would take and cost on machines that come and go",
     "bench": "list the benchmarks, or run one",
     "doctor": "say what is installed and what will work here",
 }

@@ -1,0 +1,119 @@
+"""`penstock simulate`: what a run would take and cost on a spot trace, before anyone rents a machine.
+
+Joins profile, trace and strategies, and writes what comes out. Decides nothing about the simulation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.simulate.outcome import Outcome
+    from penstock.simulate.profiles import Profile
+    from penstock.simulate.report import Row
+    from penstock.simulate.traces import Trace
+
+HELP = """Simulate a run on machines that come and go: step times, throughput, cost and waiting.
+
+  penstock simulate qwen3-14b --trace p3-trace.csv --sample 0.5 --hours 2
+  penstock simulate qwen3-8b --machines 4 --steps 10 --picture run.png
+  penstock simulate qwen3-14b --machines 4 --grid prices.spot=3,5.32,8 --grid lengths.median_tokens=3000,6500"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("profile", help="a shipped profile (qwen3-8b, qwen3-14b, qwen3-32b) or a TOML file")
+    parser.add_argument("--trace", type=Path, help="a spot trace, in any of the forms that docs/simulate.md lists")
+    parser.add_argument("--machines", type=int, help="so many remote instances at most; without a trace, all the time")
+    parser.add_argument("--sample", type=float, default=1.0, help="keep this share of the trace's machines (default 1)")
+    parser.add_argument("--start-h", type=float, default=0.0, help="begin so many hours into the trace (default 0)")
+    parser.add_argument("--hours", type=float, default=2.0, help="simulate so long (default 2)")
+    parser.add_argument("--steps", type=int, help="simulate so many steps instead")
+    parser.add_argument(
+        "--strategies", default="colocated,disaggregated,rlboost,penstock", help="which to compare (default all four)"
+    )
+    parser.add_argument("--grid", action="append", default=[], metavar="KEY=A,B", help="sweep a number of the profile")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and of the machines kept (default 0)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--picture", type=Path, help="draw the last strategy's middle step and all over the trace")
+
+
+def main(args: argparse.Namespace) -> int:
+    from penstock.simulate.grid import MACHINES, combinations, with_values
+    from penstock.simulate.profiles import shipped
+    from penstock.simulate.report import as_json, table
+
+    _check(args)
+    base = shipped(args.profile)
+    rows: list[Row] = []
+    outcomes: list[Outcome] = []
+    for values in combinations(args.grid):
+        profile = with_values(base, values)
+        machines = int(values[MACHINES]) if MACHINES in values else args.machines
+        trace = _trace(args, machines)
+        setting = ", ".join(f"{key}={value:g}" for key, value in values.items()) or profile.name
+        made = _compare(args, profile, trace, machines, setting)
+        rows += [row for row, _ in made]
+        outcomes += [outcome for _, outcome in made]
+        last = profile, trace, [outcome for _, outcome in made]
+    if args.json:
+        print(json.dumps(as_json(rows, outcomes), allow_nan=False))
+    else:
+        print(table(rows))
+    if args.picture:
+        from penstock.simulate.picture import draw_run
+
+        profile, trace, shown = last
+        draw_run(args.picture, shown, profile, trace)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.trace is None and args.machines is None and not any(word.startswith("machines=") for word in args.grid):
+        raise ConfigError("which machines are there? give --trace FILE, or --machines N for N all the time")
+    for name, value, low, high in (
+        ("--sample", args.sample, 0.0, 1.0),
+        ("--hours", args.hours, 0.01, 10_000.0),
+        ("--start-h", args.start_h, 0.0, 100_000.0),
+        ("--steps", args.steps if args.steps is not None else 1, 1, 100_000),
+        ("--machines", args.machines if args.machines is not None else 0, 0, 100_000),
+    ):
+        if not low <= value <= high:
+            raise ConfigError(f"{name} is {value}; it must be between {low:g} and {high:g}")
+
+
+def _trace(args: argparse.Namespace, machines: int | None) -> Trace:
+    from penstock.simulate.traces import read_trace, static_trace
+
+    if args.trace is None:
+        return static_trace(machines or 0, float("inf"))
+    trace = read_trace(args.trace, args.seed).sampled(args.sample, args.seed)
+    start_s = 3600 * args.start_h
+    if start_s >= trace.duration_s:
+        raise ConfigError(f"--start-h {args.start_h:g}: the trace ends after {trace.duration_s / 3600:.1f} hours")
+    return trace.window(start_s, trace.duration_s if args.steps else 3600 * args.hours)
+
+
+def _compare(
+    args: argparse.Namespace, profile: Profile, trace: Trace, machines: int | None, setting: str
+) -> list[tuple[Row, Outcome]]:
+    from penstock.simulate.baselines import make_strategy
+    from penstock.simulate.report import row_of
+    from penstock.simulate.world import simulate
+
+    found = []
+    for name in args.strategies.split(","):
+        fixed = machines if args.trace is None else None
+        ceiling = 32 if machines is None else machines
+        strategy = make_strategy(name.strip(), profile, machines=fixed, ceiling=ceiling)
+        limit = {"steps": args.steps} if args.steps else {"duration_s": 3600 * args.hours}
+        outcome = simulate(profile, trace, strategy, seed=args.seed, **limit)
+        try:
+            found.append((row_of(outcome, profile, setting, strategy.spot), outcome))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    return found

@@ -1,0 +1,55 @@
+"""Sweeps: one profile with some of its numbers changed, every combination once.
+
+`--grid prices.spot=3,5.32,8 --grid lengths.median_tokens=3000,6500` makes six profiles. `machines=2,4,8` fixes the
+number of remote instances and is not part of the profile. Decides nothing but which combinations there are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.errors import ConfigError
+from penstock.simulate.profiles import Profile
+
+__all__ = ["MACHINES", "combinations", "with_values"]
+
+MACHINES = "machines"
+
+
+def combinations(words: Sequence[str]) -> Iterator[dict[str, float]]:
+    """Every combination of `key=a,b,c` words. Raises ConfigError for a word that is none."""
+    axes: list[list[tuple[str, float]]] = []
+    for word in words:
+        key, equals, values = word.partition("=")
+        try:
+            axes.append([(key, float(value)) for value in values.split(",")])
+        except ValueError:
+            equals = ""
+        if not equals or not key:
+            raise ConfigError(f"--grid {word!r}: write key=number,number,... e.g. prices.spot=3,5.32")
+    for picked in itertools.product(*axes):
+        yield dict(picked)
+
+
+def with_values(profile: Profile, values: dict[str, float]) -> Profile:
+    """A profile with numbers changed by dotted key. Raises ConfigError for a key or a value that it does not take."""
+    table: dict[str, Any] = profile.model_dump()
+    for key, value in values.items():
+        if key == MACHINES:
+            continue
+        *sections, name = key.split(".")
+        place = table
+        for section in sections:
+            place = place.get(section) if isinstance(place, dict) else None  # type: ignore[assignment]
+        if not isinstance(place, dict) or not isinstance(place.get(name), int | float):
+            raise ConfigError(f"--grid {key}: a profile has no such number; e.g. prices.spot or lengths.median_tokens")
+        place[name] = int(value) if isinstance(place[name], int) and value == int(value) else value
+    try:
+        return Profile.model_validate(table)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ConfigError(f"--grid: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None

@@ -1,0 +1,134 @@
+"""A simulated comparison as a table and as JSON. Decides which figures a person is shown; the first row is the base."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.simulate.outcome import Outcome
+from penstock.simulate.profiles import Profile
+
+__all__ = ["Row", "as_json", "row_of", "table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One strategy on one setting."""
+
+    setting: str
+    strategy: str
+    steps: int
+    step_s: float
+    tokens_per_s: float
+    tokens_per_dollar: float
+    dollars: float
+    mean_fleet: float
+    trainer_wait_share: float
+    remote_wait_s: float
+    regret: float
+    """Mean share by which steps were longer than the clairvoyant bound."""
+    moves: int
+    preemptions: int
+
+
+def row_of(outcome: Outcome, profile: Profile, setting: str, spot: bool = True) -> Row:
+    """Raises ValueError for a run in which no step ended: it has no figures."""
+    if not outcome.steps:
+        raise ValueError(f"{outcome.strategy} on {setting}: no step ended; simulate longer")
+    prices = profile.prices
+    instance = prices.spot if spot else prices.on_demand
+    steps = outcome.steps
+    return Row(
+        setting=setting,
+        strategy=outcome.strategy,
+        steps=len(steps),
+        step_s=outcome.wall_s / len(steps),
+        tokens_per_s=outcome.tokens_per_s,
+        tokens_per_dollar=outcome.tokens_per_dollar(prices.reserved, instance),
+        dollars=outcome.dollars(prices.reserved, instance),
+        mean_fleet=outcome.mean_fleet,
+        trainer_wait_share=outcome.trainer_wait_share,
+        remote_wait_s=sum(step.times.remote_wait_s for step in steps) / len(steps),
+        regret=outcome.regret,
+        moves=sum(step.moves for step in steps),
+        preemptions=sum(step.times.preemptions for step in steps),
+    )
+
+
+_HEADS = (
+    "setting",
+    "strategy",
+    "steps",
+    "step",
+    "tokens/s",
+    "x",
+    "M tokens/$",
+    "$ x",
+    "fleet",
+    "trainer waits",
+    "regret",
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Ratios are to the first strategy of the same setting."""
+    base: dict[str, Row] = {}
+    lines: list[tuple[str, ...]] = [_HEADS]
+    for row in rows:
+        first = base.setdefault(row.setting, row)
+        lines.append(
+            (
+                row.setting,
+                row.strategy,
+                str(row.steps),
+                f"{row.step_s:,.0f} s",
+                f"{row.tokens_per_s:,.0f}",
+                f"{row.tokens_per_s / first.tokens_per_s:.2f}",
+                f"{row.tokens_per_dollar / 1e6:.3f}",
+                f"{row.tokens_per_dollar / first.tokens_per_dollar:.2f}",
+                f"{row.mean_fleet:.1f}",
+                f"{row.trainer_wait_share:.1%}",
+                f"{row.regret:+.1%}",
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADS))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def as_json(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Rows, and every step of every run with the causes of its window."""
+    return {
+        "rows": [{name: getattr(row, name) for name in Row.__slots__} for row in rows],
+        "runs": [
+            {
+                "strategy": outcome.strategy,
+                "profile": outcome.profile,
+                "steps": [
+                    {
+                        "step": step.number,
+                        "began_s": step.began_s,
+                        "step_s": step.times.step_s,
+                        "bound_s": step.bound_s,
+                        "window_s": step.times.window_s,
+                        "train_s": step.times.train_s,
+                        "trainer_wait_s": step.times.trainer_wait_s,
+                        "remote_wait_s": step.times.remote_wait_s,
+                        "fleet": step.times.fleet,
+                        "tokens": step.tokens,
+                        "moves": step.moves,
+                        "preemptions": step.times.preemptions,
+                        "window": [{"at_s": at, "cause": cause} for at, cause in step.causes],
+                    }
+                    for step in outcome.steps
+                ],
+            }
+            for outcome in outcomes
+        ],
+    }

@@ -1,0 +1,110 @@
+"""`penstock simulate`: figures as a table, as JSON and as a picture; what makes no sense is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock import cli
+from penstock.config.toml import write_toml
+from penstock.simulate.profiles import shipped, shipped_names
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    """A shipped profile with few, short answers."""
+    table = shipped("qwen3-8b").model_dump()
+    table["prompts"] = 12
+    table["lengths"] |= {"median_tokens": 200.0, "max_tokens": 800}
+    path = tmp_path / "small.toml"
+    path.write_text(write_toml(table))
+    return str(path)
+
+
+def rows(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, float]]:
+    assert cli.main(["simulate", *words, "--json"]) == 0
+    found: list[dict[str, float]] = json.loads(capsys.readouterr().out)["rows"]
+    return found
+
+
+def test_the_table_compares_all_strategies(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", small, "--machines", "2", "--steps", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[1:]] == ["colocated", "disaggregated", "rlboost", "penstock"]
+
+
+def test_a_sweep_makes_every_combination_and_each_changes_the_figures(
+    small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = ["--grid", "machines=1,3", "--grid", "lengths.median_tokens=100,400"]
+    found = rows(capsys, small, "--steps", "2", "--strategies", "penstock", *grid)
+    assert len({row["setting"] for row in found}) == 4
+    assert len({row["dollars"] for row in found}) == 4
+
+
+def test_a_price_changes_dollars_and_not_seconds_where_the_fleet_is_fixed(
+    small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [small, "--machines", "2", "--steps", "2", "--strategies", "rlboost", "--grid", "prices.spot=1,9"]
+    cheap, dear = rows(capsys, *words)
+    assert cheap["dollars"] < dear["dollars"]
+    assert cheap["step_s"] == dear["step_s"]
+
+
+def test_a_trace_a_start_a_share_and_a_seed_each_change_the_run(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"metadata": {"gap_seconds": 30}, "data": [4, 2, 5, 1] * 20 + [8] * 200}))
+    base = [small, "--trace", str(trace), "--steps", "4", "--strategies", "penstock"]
+    variants = [[], ["--sample", "0.3"], ["--start-h", "0.7"], ["--seed", "5"], ["--machines", "1"]]
+    walls = {rows(capsys, *base, *variant)[0]["dollars"] for variant in variants}
+    assert len(walls) == len(variants)
+
+
+def test_hours_bound_a_run_without_steps(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [small, "--machines", "1", "--strategies", "colocated"]
+    short, long = (rows(capsys, *words, "--hours", hours)[0]["steps"] for hours in ("0.05", "0.2"))
+    assert 0 < short < long
+
+
+def test_the_picture_is_drawn(small: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "run.png"
+    assert cli.main(["simulate", small, "--machines", "2", "--steps", "3", "--picture", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--steps", "1"], "--trace FILE, or --machines N"),
+        (["--machines", "1", "--sample", "2"], "--sample is 2.0"),
+        (["--machines", "1", "--strategies", "best"], "no strategy 'best'"),
+        (["--machines", "1", "--grid", "prices.spot"], "write key=number"),
+        (["--machines", "1", "--grid", "prices.gold=1"], "no such number"),
+        (["--machines", "1", "--grid", "prices.spot=-1"], "prices.spot"),
+        (["--machines", "1", "--hours", "0.01", "--strategies", "colocated"], "no step ended"),
+        (["--trace", "gone.csv"], "gone.csv"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "qwen3-8b", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_profile_with_a_wrong_key_is_refused_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "odd.toml"
+    path.write_text('name = "odd"\nweight_gb = 3\n')
+    assert cli.main(["simulate", str(path), "--machines", "1"]) == 2
+    told = capsys.readouterr().err
+    assert "weight_gb" in told
+    assert "reserved_instances" in told
+
+
+def test_three_profiles_are_shipped() -> None:
+    assert shipped_names() == ["qwen3-14b", "qwen3-32b", "qwen3-8b"]
+    for name in shipped_names():
+        assert shipped(name).name == name

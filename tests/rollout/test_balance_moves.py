@@ -1,0 +1,177 @@
+"""Moves inside a step: only where they pay, never twice at once, never too often; and policies by import path."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError
+from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue, Report, ShortestQueue, load_policy
+from penstock.rollout.balanced import Balanced
+from penstock.rollout.curves import Speed
+
+TRUTH = Speed(0.01, 2e-4, 1e-6, 1e-5)
+
+
+def learned(max_pending: int = 4, **options: float) -> Balanced:
+    """A policy that has seen enough of two equal machines and of answers of 100 to 1000 tokens."""
+    policy = Balanced(max_pending, **options)  # type: ignore[arg-type]
+    for k in range(40):
+        running, context = 1 + k * 7 % 40, 1000.0 * (1 + k * 13 % 50)
+        wall_s = 100 * TRUTH.step_s(running, context) + 1000 * (k % 3) * TRUTH.prefill_s
+        policy.report(Report(f"i{k % 2}", wall_s, running, context, 100 * running, 1000 * (k % 3)))
+    for k in range(200):
+        policy.finished(k // 4, 100 + 900 * (k * 37 % 200) // 200)
+    policy.batch_ended()
+    return policy
+
+
+def rows(first: int, count: int, tokens: int = 50, running: bool = True, moves: int = 0) -> list[PlacedSample]:
+    return [PlacedSample(first + k, tokens, 64 + tokens, running, moves) for k in range(count)]
+
+
+def test_running_samples_move_to_an_idle_instance_and_not_the_other_way() -> None:
+    held = {"i0": rows(1, 24), "i1": rows(100, 1)}
+    loads = [InstanceLoad("i0", 24, 32), InstanceLoad("i1", 1, 32)]
+    moves = learned().moves(0, loads, held.__getitem__)
+    assert moves
+    assert {(move.source, move.target) for move in moves} == {("i0", "i1")}
+    assert len(moves) < 24
+
+
+def test_level_instances_are_left_alone() -> None:
+    held = {"i0": rows(1, 12), "i1": rows(100, 12)}
+    assert learned().moves(0, [InstanceLoad("i0", 12, 32), InstanceLoad("i1", 12, 32)], held.__getitem__) == []
+
+
+def test_nothing_runs_elsewhere_while_samples_wait_at_the_manager() -> None:
+    held = {"i0": rows(1, 24), "i1": rows(100, 1)}
+    assert learned().moves(3, [InstanceLoad("i0", 24, 32), InstanceLoad("i1", 1, 32)], held.__getitem__) == []
+
+
+def test_waiting_samples_move_before_running_ones() -> None:
+    held = {"i0": rows(1, 8) + rows(50, 4, tokens=0, running=False), "i1": rows(100, 2)}
+    moves = learned().moves(0, [InstanceLoad("i0", 12, 8, pending=4), InstanceLoad("i1", 2, 8)], held.__getitem__)
+    assert {move.lease for move in moves} == {50, 51, 52, 53}
+
+
+def test_a_sample_is_moved_by_choice_no_more_than_allowed() -> None:
+    held = {"i0": rows(1, 24, moves=2), "i1": rows(100, 1)}
+    loads = [InstanceLoad("i0", 24, 32), InstanceLoad("i1", 1, 32)]
+    assert learned(max_moves=2).moves(0, loads, held.__getitem__) == []
+    assert learned(max_moves=3).moves(0, loads, held.__getitem__)
+
+
+def test_a_move_that_gains_too_little_is_not_made() -> None:
+    held = {"i0": rows(1, 24), "i1": rows(100, 1)}
+    loads = [InstanceLoad("i0", 24, 32), InstanceLoad("i1", 1, 32)]
+    assert learned(gain=0.9).moves(0, loads, held.__getitem__) == []
+
+
+def test_before_anything_is_learned_no_running_sample_moves() -> None:
+    held = {"i0": rows(1, 24), "i1": rows(100, 1)}
+    assert Balanced(4).moves(0, [InstanceLoad("i0", 24, 32), InstanceLoad("i1", 1, 32)], held.__getitem__) == []
+
+
+def test_the_faster_machine_gets_more() -> None:
+    policy = learned()
+    slow = Speed(0.04, 8e-4, 4e-6, 4e-5)
+    for k in range(40):
+        running, context = 1 + k * 7 % 40, 1000.0 * (1 + k * 13 % 50)
+        policy.report(Report("i9", 100 * slow.step_s(running, context), running, context, 100 * running, 0))
+    picks = policy.assign(Queue(30), [InstanceLoad("i0", 0, 64), InstanceLoad("i9", 0, 64)])
+    assert picks.count(0) > 2 * picks.count(1) > 0
+
+
+def test_the_longest_expected_remainder_goes_out_first() -> None:
+    assert learned().order([950, 0, 500]) == [1, 2, 0]
+    assert Balanced(4).order([950, 0, 500]) == [0, 1, 2]
+
+
+def test_a_width_bounds_fresh_samples_and_not_moved_ones() -> None:
+    policy = learned(0, width=0.25)
+    loads = [InstanceLoad("i0", 0, 32)]
+    assert len(policy.assign(Queue(99), loads)) == 8
+    assert len(policy.assign(Queue(0, moved=99), loads)) == 32
+
+
+def test_replicas_of_a_prompt_meet_and_balance_costs_nothing() -> None:
+    loads = [InstanceLoad(f"i{k}", 0, 8) for k in range(3)]
+    queue = Queue(fresh=24, samples_per_prompt=4)
+    apart, together = ShortestQueue(0, affinity=False).assign(queue, loads), ShortestQueue(0).assign(queue, loads)
+    assert sorted(apart) == sorted(together)
+    assert all(len(set(together[k : k + 4])) == 1 for k in range(0, 24, 4))
+    assert any(len(set(apart[k : k + 4])) > 1 for k in range(0, 24, 4))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 24)), min_size=2, max_size=6),
+    st.integers(0, 3),
+    st.integers(0, 400),
+)
+def test_a_sample_is_moved_once_an_answer_and_only_from_where_it_is(
+    shapes: list[tuple[int, int]], moves: int, tokens: int
+) -> None:
+    held: dict[str, list[PlacedSample]] = {}
+    loads = []
+    for k, (samples, places) in enumerate(shapes):
+        running = min(samples, places)
+        held[f"i{k}"] = rows(1000 * k, running, tokens, True, moves) + rows(
+            1000 * k + 500, samples - running, 0, False, moves
+        )
+        loads.append(InstanceLoad(f"i{k}", samples, places, pending=samples - running))
+    found = learned().moves(0, loads, held.__getitem__)
+    assert len({move.lease for move in found}) == len(found)
+    for move in found:
+        sample = next(row for row in held[move.source] if row.lease == move.lease)
+        assert move.source != move.target
+        assert sample.moves < 3
+    for load in loads:
+        arrived = sum(move.target == load.instance for move in found)
+        if any(not next(r for r in held[m.source] if r.lease == m.lease).running for m in found):
+            assert load.samples + arrived <= max(load.samples, load.max_running)
+
+
+class MostFree:
+    """A user's own: everything to the instance with the most free places."""
+
+    def __init__(self, max_pending: int) -> None:
+        self.max_pending = max_pending
+
+    def assign(self, queue: Queue, loads: list[InstanceLoad]) -> list[int]:
+        best = max(range(len(loads)), key=lambda k: loads[k].max_running - loads[k].samples, default=0)
+        return [best] * queue.waiting if loads else []
+
+    def order(self, output_tokens: list[int]) -> list[int]:
+        return list(range(len(output_tokens)))
+
+    def moves(self, waiting: int, loads: object, placed: object) -> list[object]:
+        return []
+
+    def report(self, report: Report) -> None: ...
+
+    def finished(self, prompt: int, output_tokens: int) -> None: ...
+
+    def batch_ended(self) -> None: ...
+
+    def gone(self, instance: str) -> None: ...
+
+
+def test_a_user_s_own_policy_is_found_by_its_path() -> None:
+    policy = load_policy("test_balance_moves:MostFree", max_pending=3)
+    assert policy.assign(Queue(2), [InstanceLoad("a", 0, 2), InstanceLoad("b", 0, 4)]) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("nowhere.at.all:X", "nowhere"), ("json:Nothing", "Nothing"), ("json:JSONDecoder", "max_pending"), ("x", "x")],
+)
+def test_what_is_no_policy_is_refused(path: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_policy(path, max_pending=3)
+
+
+def test_a_class_that_lacks_a_method_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match="has no assign"):
+        load_policy("types:SimpleNamespace", max_pending=3)

@@ -1,0 +1,157 @@
+"""The window and the number of machines: they follow what happened, within bounds, and do not flap."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.rollout.curves import Speed
+from penstock.rollout.offload import Facts, FleetSize, FleetSizeConfig, Offload, StepTimes, WindowView
+from penstock.rollout.plan import Engine, Training, best_plan, replay
+
+SPEED = Speed(0.01, 1e-4, 1e-6, 1e-5)
+GROUPS = [[100 + 37 * (k * 4 + r) % 500 for r in range(4)] for k in range(32)]
+TRAINING = Training(token_s=2e-4, micro_batch_samples=8, switch_s=0.5, rest_s=0.2)
+ENGINE = Engine(SPEED, 32)
+
+
+def facts(remote: int) -> Facts:
+    return Facts(GROUPS, 32, [ENGINE] * remote, [ENGINE] * 2, TRAINING)
+
+
+def times(**changes: float) -> StepTimes:
+    base: dict[str, float] = {
+        "fleet": 3,
+        "step_s": 100.0,
+        "window_s": 20.0,
+        "train_s": 60.0,
+        "trainer_wait_s": 0.0,
+        "remote_wait_s": 0.0,
+        "remote_busy_s": 300.0,
+        "preemptions": 0,
+    }
+    return StepTimes(**{**base, **changes})  # type: ignore[arg-type]
+
+
+def test_without_remote_instances_everything_is_generated_here() -> None:
+    assert Offload().review(WindowView(1e6, 0, 1.0)).generate
+
+
+def test_before_anything_is_known_the_window_follows_what_is_finished() -> None:
+    assert Offload().review(WindowView(10.0, 2, 0.1)).generate
+    assert not Offload().review(WindowView(10.0, 2, 0.9)).generate
+
+
+def test_the_window_shrinks_with_the_fleet_s_size() -> None:
+    windows = [Offload().plan(facts(remote)).window_s for remote in (1, 3, 12)]
+    assert windows[0] > windows[1] > windows[2]
+
+
+def test_the_plan_is_no_worse_than_any_window_at_any_width() -> None:
+    plan = best_plan(GROUPS, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING)
+    for width in (0.1, 0.3, 1.0):
+        for window_s in (0.0, 3.0, 6.0, 12.0, 24.0):
+            other = replay(GROUPS, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING, width, window_s)
+            assert plan.step_s <= 1.03 * other.step_s
+
+
+def test_a_replay_generates_everything_once() -> None:
+    plan = replay(GROUPS, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING, 0.5, 5.0)
+    tokens = sum(sum(row) + 32 * len(row) for row in GROUPS)
+    busy_s = plan.step_s - plan.trainer_wait_s - plan.window_s - TRAINING.switch_s - TRAINING.rest_s
+    assert busy_s == pytest.approx(tokens * TRAINING.token_s)
+
+
+def test_a_trainer_that_waited_more_than_planned_lengthens_the_window_of_that_size_alone() -> None:
+    offload = Offload()
+    for remote in (3, 8):
+        offload.plan(facts(remote))
+    before = offload.window_s(3)
+    offload.corrections[8] = 0.0
+    offload.ended(times(fleet=3, trainer_wait_s=offload.plans[3].trainer_wait_s + 10))
+    assert offload.window_s(3) > before
+    assert offload.correction(8) == 0.0
+    offload.ended(times(fleet=3, trainer_wait_s=0.0, remote_wait_s=1e4))
+    offload.ended(times(fleet=3, trainer_wait_s=0.0, remote_wait_s=1e4))
+    assert offload.window_s(3) < before
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0, 1e5), st.integers(0, 9)), max_size=30))
+def test_corrections_stay_bounded_whatever_is_measured(steps: list[tuple[float, float, int]]) -> None:
+    offload = Offload()
+    offload.plan(facts(3))
+    for wait_s, remote_s, fleet in steps:
+        offload.ended(times(fleet=fleet, trainer_wait_s=wait_s, remote_wait_s=remote_s))
+    assert all(abs(value) <= 60.0 for value in offload.corrections.values())
+    assert offload.window_s(3) >= 0
+
+
+def test_a_step_with_a_loss_says_nothing_about_the_plan() -> None:
+    offload = Offload()
+    offload.plan(facts(3))
+    offload.ended(times(trainer_wait_s=50.0, preemptions=1))
+    assert offload.corrections == {}
+
+
+def config(**changes: float) -> FleetSizeConfig:
+    return FleetSizeConfig(**{"reserved_price": 80.0, "instance_price": 5.0, "patience": 2, **changes})  # type: ignore[arg-type]
+
+
+def settled(size: FleetSize, steps: int = 10, **changes: float) -> int:
+    for _ in range(steps):
+        size.ended(times(**changes))
+    return size.wanted
+
+
+def test_more_work_wants_more_machines_and_a_higher_price_fewer() -> None:
+    few = settled(FleetSize(config(), 4), remote_busy_s=100.0)
+    many = settled(FleetSize(config(), 4), remote_busy_s=900.0)
+    dear = settled(FleetSize(config(instance_price=60.0), 4), remote_busy_s=900.0)
+    assert few < many
+    assert dear < many
+
+
+def test_floor_ceiling_and_budget_bound_the_number() -> None:
+    assert settled(FleetSize(config(floor=6), 4), remote_busy_s=1.0) == 6
+    assert settled(FleetSize(config(ceiling=3), 4), remote_busy_s=3000.0) == 3
+    assert settled(FleetSize(config(budget_per_h=12.0), 4), remote_busy_s=3000.0) == 2
+
+
+def test_time_that_is_worth_something_buys_machines() -> None:
+    # Dear enough that dollars alone would want none.
+    cheap = settled(FleetSize(config(instance_price=25.0), 4), remote_busy_s=900.0)
+    hurried = settled(FleetSize(config(instance_price=25.0, hour_worth=500.0), 4), remote_busy_s=900.0)
+    assert hurried > cheap
+
+
+def test_machines_that_live_short_and_start_slowly_count_for_less() -> None:
+    size = FleetSize(config(start_s=600.0), 4)
+    settled(size, preemptions=2)
+    assert size.useful_share < 0.5
+    steady = FleetSize(config(start_s=600.0), 4)
+    settled(steady)
+    assert steady.useful_share == 1.0
+
+
+@given(st.lists(st.floats(50.0, 2000.0), min_size=1, max_size=40), st.integers(1, 4))
+def test_the_number_never_turns_within_its_patience(work: list[float], patience: int) -> None:
+    size = FleetSize(config(patience=patience, ceiling=20), 4)
+    changes: list[tuple[int, int]] = []
+    before = size.wanted
+    for step, busy_s in enumerate(work):
+        wanted = size.ended(times(remote_busy_s=busy_s))
+        assert 0 <= wanted <= 20
+        if wanted != before:
+            changes.append((step, 1 if wanted > before else -1))
+        before = wanted
+    for (first, one), (second, other) in itertools.pairwise(changes):
+        assert one == other or second - first >= patience
+
+
+def test_the_same_step_again_and_again_settles() -> None:
+    size = FleetSize(config(), 4)
+    settled(size, 10)
+    assert len({settled(size, 1) for _ in range(10)}) == 1

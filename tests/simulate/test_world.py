@@ -1,0 +1,165 @@
+"""A simulated run: nothing is lost, nothing is faster than it can be, and every option changes what is seen."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated import MACHINE, small_profile
+
+from penstock.rollout.balance import ShortestQueue
+from penstock.simulate.baselines import STRATEGIES, make_strategy
+from penstock.simulate.lengths import step_samples
+from penstock.simulate.machine import Machine, SimSample
+from penstock.simulate.outcome import Outcome, work_s
+from penstock.simulate.strategy import FixedSize, Strategy
+from penstock.simulate.traces import from_counts, static_trace
+from penstock.simulate.world import World, simulate
+
+
+def run(name: str, machines: int, steps: int = 4, **changes: object) -> Outcome:
+    profile = small_profile(**changes)
+    return simulate(profile, static_trace(machines, 1e9), make_strategy(name, profile, machines=machines), steps=steps)
+
+
+def test_a_machine_takes_as_long_as_its_steps_do() -> None:
+    machine = Machine("m", MACHINE, True)
+    for number, length in enumerate((50, 120, 300)):
+        machine.give(SimSample(number, number, 100, length))
+    machine.settle(0.0)
+    began = machine.at_s
+    assert began == pytest.approx(300 * MACHINE.prefill_s_per_token)
+    ends: list[float] = []
+    while (due := machine.next_at()) is not None:
+        ends += [due] * len(machine.advance(due))
+        machine.settle(due)
+    clock, context, lengths = began, 300, [50, 120, 300]
+    expected = []
+    for step in range(300):
+        running = sum(length > step for length in lengths)
+        clock += MACHINE.step_s(running, context)
+        context += running
+        for length in lengths:
+            if length == step + 1:
+                expected.append(clock)
+                context -= 100 + length
+    assert ends == pytest.approx(expected, rel=0.01)
+
+
+def test_a_full_memory_puts_the_last_one_back_and_loses_nothing() -> None:
+    machine = Machine("m", MACHINE.model_copy(update={"kv_tokens": 1500}), True)
+    for number in range(6):
+        machine.give(SimSample(number, number, 50, 600))
+    machine.settle(0.0)
+    finished = []
+    while (due := machine.next_at()) is not None:
+        finished += machine.advance(due)
+        machine.settle(due)
+        assert machine.context <= 1500 + 600
+    assert sorted(sample.number for sample in finished) == list(range(6))
+    assert machine.retracted > 0
+    assert machine.tokens == pytest.approx(6 * 600, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", list(STRATEGIES))
+@pytest.mark.parametrize("machines", [1, 3])
+def test_every_strategy_finishes_its_steps_and_none_beats_the_bound(name: str, machines: int) -> None:
+    outcome = run(name, machines)
+    assert len(outcome.steps) == 4
+    for step in outcome.steps:
+        assert step.times.step_s >= step.bound_s * (1 - 1e-9)
+        assert step.times.step_s >= step.times.train_s
+
+
+def test_without_remote_instances_the_step_completes_locally() -> None:
+    outcome = run("penstock", 0)
+    assert all(step.times.window_s > 0 and step.times.fleet == 0 for step in outcome.steps)
+    assert outcome.steps[0].causes[0][1] == "no remote instance"
+
+
+def test_a_fleet_that_vanishes_in_mid_step_does_not_stop_it() -> None:
+    profile = small_profile()
+    trace = from_counts([(0.0, 3), (8.0, 0)], 1e6)
+    outcome = simulate(profile, trace, make_strategy("penstock", profile, machines=3), steps=3)
+    assert len(outcome.steps) == 3
+    assert outcome.steps[0].times.preemptions == 3
+    assert outcome.steps[2].times.fleet == 0
+
+
+def test_with_plenty_the_window_is_less_than_with_few() -> None:
+    def window(machines: int) -> float:
+        return sum(step.times.window_s for step in run("penstock", machines, steps=8).steps[3:])
+
+    assert window(12) < window(1)
+
+
+def test_steps_with_more_machines_are_shorter_and_dearer() -> None:
+    one, four = run("penstock", 1), run("penstock", 4)
+    assert four.wall_s < one.wall_s
+    assert sum(step.paid_h for step in four.steps) > sum(step.paid_h for step in one.steps)
+
+
+def test_the_planned_window_and_width_are_not_slower_than_the_paper_s() -> None:
+    ours, theirs = run("penstock", 3, steps=10), run("rlboost", 3, steps=10)
+    assert sum(s.times.step_s for s in ours.steps[3:]) <= 1.02 * sum(s.times.step_s for s in theirs.steps[3:])
+
+
+def test_streaming_ends_a_step_sooner() -> None:
+    profile = small_profile()
+
+    def wall(streaming: bool) -> float:
+        strategy = Strategy("s", ShortestQueue(4), None, FixedSize(3), streaming=streaming)
+        return simulate(profile, static_trace(3, 1e9), strategy, steps=3).wall_s
+
+    assert wall(True) < wall(False)
+
+
+def test_lengths_grow_and_are_the_same_for_every_strategy() -> None:
+    profile = small_profile()
+    grown = profile.model_copy(update={"lengths": profile.lengths.model_copy(update={"growth_per_step": 0.05})})
+    first = [sample.length for sample in step_samples(grown, 0, 1)]
+    later = [sample.length for sample in step_samples(grown, 20, 1)]
+    assert sum(later) > sum(first)
+    assert first == [sample.length for sample in step_samples(profile, 0, 1)]
+    assert first != [sample.length for sample in step_samples(profile, 0, 2)]
+
+
+def test_weights_over_a_slow_link_make_remote_machines_late() -> None:
+    slow = MACHINE.model_copy(update={"link_gbit_s": 0.5})
+    assert run("disaggregated", 2, spot=slow).wall_s > run("disaggregated", 2).wall_s + 4 * 10
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0.5, 60.0), st.integers(0, 5)), min_size=1, max_size=8),
+    st.sampled_from(["penstock", "rlboost"]),
+    st.integers(0, 3),
+)
+def test_no_sample_is_lost_or_done_twice_whatever_comes_and_goes(
+    changes: list[tuple[float, int]], name: str, seed: int
+) -> None:
+    profile = small_profile(prompts=6)
+    at, series = 0.0, [(0.0, 2)]
+    for gap, count in changes:
+        at += gap
+        series.append((at, count))
+    world = World(profile, from_counts(series, 1e6, seed), make_strategy(name, profile, ceiling=4), seed)
+    outcome = world.run(steps=2)
+    assert len(outcome.steps) == 2
+    for step in outcome.steps:
+        expected = sum(s.length + s.prompt_tokens for s in step_samples(profile, step.number, seed))
+        assert step.tokens == expected
+        assert step.times.train_s == pytest.approx(expected * profile.training.s_per_token)
+
+
+def test_the_work_of_a_batch_bounds_what_a_machine_needs_for_it() -> None:
+    profile = small_profile()
+    samples = step_samples(profile, 0, 0)
+    machine = Machine("m", MACHINE, True)
+    for sample in samples:
+        machine.give(sample)
+    machine.settle(0.0)
+    while (due := machine.next_at()) is not None:
+        machine.advance(due)
+        machine.settle(due)
+    assert machine.busy_s >= work_s(MACHINE, samples)
