@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 
 from penstock.config.run import RunConfig
@@ -87,3 +88,25 @@ def test_a_run_on_engines_whose_program_is_not_there_is_refused(
     config = RunConfig.model_validate(LEAST | {"rollout": {"engines": {"kind": "vllm"}}})
     with pytest.raises(ConfigError, match="needs the program vllm on PATH"):
         LocalProcesses(config, tmp_path, TOKEN, lambda event: None)
+
+
+@pytest.mark.parametrize("journal", ["off", "always"])
+def test_the_runs_manager_keeps_a_journal_in_the_runs_folder_unless_told_not_to(tmp_path: Path, journal: str) -> None:
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "unused"},
+            "data": {"train": [{"kind": "jsonl", "path": "unused"}]},
+            "manager": {"journal": journal, "journal_max_mib": 7, "trainer_grace_s": 12},
+        }
+    )
+    processes = LocalProcesses(config, tmp_path, TOKEN, lambda event: None)
+    try:
+        processes.start_manager()
+        words = psutil.Process(processes._manager.process.pid).cmdline()  # type: ignore[union-attr]
+    finally:
+        processes.close()
+    assert (tmp_path / "journal").exists() == (journal != "off")
+    assert words[words.index("--trainer-grace-s") + 1] == "12.0"
+    if journal != "off":
+        assert words[words.index("--journal-fsync") + 1] == journal
+        assert words[words.index("--journal-max-mib") + 1] == "7"
