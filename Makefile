@@ -4,7 +4,7 @@ VENV ?= .venv
 # Made anew when what is asked for changes, or when another checkout uses the same environment.
 STAMP := $(VENV)/.installed-$(shell (cat pyproject.toml constraints.txt; pwd) | sha256sum | cut -c1-16)
 
-.PHONY: install demo demo-vllm test test-engines test-trl test-verl
+.PHONY: install demo demo-vllm demo-sglang test test-engines test-trl test-verl
 # Environments of other frameworks, each under the hash of what it is made from.
 CACHE := $(or $(XDG_CACHE_HOME),$(CURDIR)/.cache)/penstock
 made_from = $(shell (cat tests/integrations/requirements-$(1).txt constraints.txt; $(PYTHON) -VV) | sha256sum | cut -c1-16)
@@ -44,6 +44,10 @@ ENGINES ?= .cache/engines
 demo-vllm: install
 	PYTHON=$(PYTHON) tests/engines/install-vllm.sh $(ENGINES)/vllm
 	PATH="$(abspath $(ENGINES))/vllm/bin:$$PATH" $(VENV)/bin/penstock train configs/quickstart_vllm.toml
+
+demo-sglang: install
+	PYTHON=$(PYTHON) tests/engines/install-sglang.sh $(ENGINES)/sglang
+	PATH="$(abspath $(ENGINES))/sglang/bin:$$PATH" $(VENV)/bin/penstock train configs/quickstart_sglang.toml
 
 test-engines: install
 	PYTHON=$(PYTHON) tests/engines/install-vllm.sh $(ENGINES)/vllm
