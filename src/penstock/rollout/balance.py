@@ -201,28 +201,12 @@ class ShortestQueue:
         return self.room(load)
 
     def _spread(self, moved: int, fresh: int, loads: Sequence[InstanceLoad]) -> list[int]:
-        picks, held = self._deal(moved, loads, [load.samples for load in loads], [self.room(load) for load in loads])
+        held = [load.samples for load in loads]
+        weights = [self.weight(load) for load in loads]
+        picks = _deal(moved, held, weights, [self.room(load) for load in loads]) if moved else []
         if len(picks) < moved:
             return picks
-        return picks + self._deal(fresh, loads, held, [self.fresh_room(load) for load in loads])[0]
-
-    def _deal(
-        self, waiting: int, loads: Sequence[InstanceLoad], held: list[int], rooms: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
-        """Indices of instances, and what each holds then."""
-        weights = [self.weight(load) for load in loads]
-        heap = [(held[k] / weights[k], k) for k in range(len(loads)) if held[k] < rooms[k]]
-        heapq.heapify(heap)
-        picks: list[int] = []
-        while heap and len(picks) < waiting:
-            index = heap[0][1]
-            picks.append(index)
-            held[index] += 1
-            if held[index] < rooms[index]:
-                heapq.heapreplace(heap, (held[index] / weights[index], index))
-            else:
-                heapq.heappop(heap)
-        return picks, held
+        return picks + _deal(fresh, held, weights, [self.fresh_room(load) for load in loads])
 
 
 def load_policy(path: str, **options: object) -> BalancePolicy:
@@ -272,3 +256,19 @@ def _most_first(left: dict[int, int]) -> list[tuple[int, int]]:
     order = [(-count, index) for index, count in left.items()]
     heapq.heapify(order)
     return order
+
+
+def _deal(waiting: int, held: list[int], weights: Sequence[float], rooms: Sequence[int]) -> list[int]:
+    """Indices of instances, each next sample to the one with the fewest for its weight; counts them into `held`."""
+    heap = [(held[k] / weights[k], k) for k in range(len(held)) if held[k] < rooms[k]]
+    heapq.heapify(heap)
+    picks: list[int] = []
+    while heap and len(picks) < waiting:
+        index = heap[0][1]
+        picks.append(index)
+        held[index] += 1
+        if held[index] < rooms[index]:
+            heapq.heapreplace(heap, (held[index] / weights[index], index))
+        else:
+            heapq.heappop(heap)
+    return picks

@@ -42,6 +42,8 @@ class Balanced(ShortestQueue):
     fleet_curve: StepCurve = field(default_factory=StepCurve)
     curves: dict[str, StepCurve] = field(default_factory=dict)
     _places: dict[str, float] = field(default_factory=dict)
+    _weights: dict[str, float] = field(default_factory=dict)
+    """Worked out since the last report of each."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,6 +55,7 @@ class Balanced(ShortestQueue):
     def report(self, report: Report) -> None:
         for curve in (self.curves.setdefault(report.instance, StepCurve()), self.fleet_curve):
             curve.report(report.wall_s, report.running, report.context_tokens, report.tokens, report.prefilled)
+        self._weights.pop(report.instance, None)
         seen = self._places.get(report.instance)
         if report.pending:
             self._places[report.instance] = max(1.0, report.running)
@@ -64,10 +67,12 @@ class Balanced(ShortestQueue):
 
     def batch_ended(self) -> None:
         self.lengths.refresh()
+        self._weights.clear()
 
     def gone(self, instance: str) -> None:
         self.curves.pop(instance, None)
         self._places.pop(instance, None)
+        self._weights.pop(instance, None)
 
     # ---- learned
 
@@ -92,10 +97,14 @@ class Balanced(ShortestQueue):
         return min(self.room(load), max(1, round(self.width * self.places(load))))
 
     def weight(self, load: InstanceLoad) -> float:
-        speed = self.speed(load.instance)
-        if speed is None or not self.lengths.known:
-            return load.max_running
-        return speed.tokens_per_s(self.places(load), self.lengths.left(0) / 2)
+        known = self._weights.get(load.instance)
+        if known is None:
+            speed = self.speed(load.instance)
+            if speed is None or not self.lengths.known:
+                return load.max_running
+            known = speed.tokens_per_s(self.places(load), self.lengths.left(0) / 2)
+            self._weights[load.instance] = known
+        return known
 
     def order(self, output_tokens: Sequence[int]) -> list[int]:
         """Longest expected remainder first; what is equal stays as it is."""

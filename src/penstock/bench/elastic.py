@@ -1,0 +1,138 @@
+"""What the policies are worth on spot traces: simulated against colocated training and RLBoost's own algorithms.
+
+Three windows of two hours with the most changes in `p3-trace.csv`, half of its machines; three models. The fleet is
+bounded for RLBoost and for Penstock alike by what the paper's two figures for each model imply: a throughput of 1.66 x
+at 34 % more tokens a dollar has cost 1.24 x as much an hour, which is 3.8 spot machines (8B); likewise 5.1 and 2.8.
+
+The traces are not part of the package: PENSTOCK_SPOT_TRACES names their folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.bench.common import Result, at_least, at_most, skipped
+from penstock.simulate.baselines import make_strategy
+from penstock.simulate.outcome import Outcome
+from penstock.simulate.profiles import Profile, shipped
+from penstock.simulate.traces import Trace, read_trace, static_trace
+from penstock.simulate.world import simulate
+
+DESCRIPTION = "simulated on spot traces: throughput, tokens per dollar and regret against colocated and RLBoost"
+
+WINDOW_S = 7200.0
+MODELS = ("qwen3-8b", "qwen3-14b", "qwen3-32b")
+FLEETS = {"qwen3-8b": 4, "qwen3-14b": 5, "qwen3-32b": 3}
+PAPER = {"qwen3-8b": (1.66, 1.34), "qwen3-14b": (1.97, 1.49), "qwen3-32b": (1.51, 1.28)}
+TARGETS = {"qwen3-8b": (1.75, 1.40), "qwen3-14b": (2.05, 1.55), "qwen3-32b": (1.60, 1.35)}
+ENOUGH_STEPS = 3
+"""A window in which fewer steps end says more about where it was cut than about a policy."""
+
+
+def run(quick: bool) -> list[Result]:
+    folder = os.environ.get("PENSTOCK_SPOT_TRACES", "")
+    results: list[Result] = []
+    p3 = Path(folder) / "bamboo" / "p3-trace.csv"
+    if folder and p3.exists():
+        half = read_trace(p3).sampled(0.5)
+        starts = half.densest(1 if quick else 3, WINDOW_S)
+        for model in MODELS[:2] if quick else MODELS:
+            results += _dense(shipped(model), [half.window(start, WINDOW_S) for start in starts])
+        if not quick:
+            results += _everywhere(Path(folder))
+    else:
+        why = "PENSTOCK_SPOT_TRACES names no folder with bamboo/p3-trace.csv"
+        results.append(skipped("throughput and tokens per dollar on the densest windows", "x", why))
+    results += _static(quick)
+    return results
+
+
+def _dense(profile: Profile, windows: list[Trace]) -> list[Result]:
+    """One model on the densest windows: totals over them."""
+    fleet = FLEETS[profile.name]
+    base, paper, ours = (
+        _Total(profile, [_on(profile, name, window, fleet) for window in windows])
+        for name in ("colocated", "rlboost", "penstock")
+    )
+    speed, money = TARGETS[profile.name]
+    paper_speed, paper_money = PAPER[profile.name]
+    name = profile.name
+    bound = ours.bound_tokens_per_s / base.tokens_per_s
+    at_bound = f"no policy passes {bound:.2f} x on these machines (clairvoyant bound)"
+    paper_gain, paper_money_gain = paper.tokens_per_s / base.tokens_per_s, paper.per_dollar / base.per_dollar
+    gain, money_gain = ours.tokens_per_s / base.tokens_per_s, ours.per_dollar / base.per_dollar
+    return [
+        Result(f"{name}: RLBoost / colocated, throughput", paper_gain, "x", note=f"paper {paper_speed}"),
+        Result(f"{name}: RLBoost / colocated, tokens per dollar", paper_money_gain, "x", note=f"paper {paper_money}"),
+        at_least(f"{name}: Penstock / colocated, throughput", gain, speed, "x", note=at_bound),
+        at_least(f"{name}: Penstock / colocated, tokens per dollar", money_gain, money, "x"),
+        at_least(f"{name}: Penstock / RLBoost, throughput", ours.tokens_per_s / paper.tokens_per_s, 1.10, "x"),
+        Result(f"{name}: trainer waits, Penstock", ours.wait_share, "share", note=f"RLBoost {paper.wait_share:.2f}"),
+    ]
+
+
+def _everywhere(folder: Path) -> list[Result]:
+    """The worst ratio over every trace in the folder, each on the two hours in which most changes."""
+    profile = shipped("qwen3-8b")
+    worst, where, judged = float("inf"), "", 0
+    for path in sorted(folder.rglob("*")):
+        if path.suffix not in (".csv", ".txt", ".json"):
+            continue
+        trace = read_trace(path)
+        window = trace.window(trace.densest(1, WINDOW_S)[0], WINDOW_S)
+        ours, paper = (_on(profile, name, window, 8) for name in ("penstock", "rlboost"))
+        if min(len(ours.steps), len(paper.steps)) < ENOUGH_STEPS:
+            continue
+        judged += 1
+        ratio = ours.tokens_per_s / paper.tokens_per_s
+        if ratio < worst:
+            worst, where = ratio, path.name
+    note = f"{where}; {judged} traces, at most 8 machines wanted"
+    return [at_least("worst trace: Penstock / RLBoost, throughput, 8B", worst, 1.0, "x", note=note)]
+
+
+def _static(quick: bool) -> list[Result]:
+    """Fleets that never change."""
+    steps = 6 if quick else 10
+    regrets: list[float] = []
+    ratios: list[float] = []
+    results: list[Result] = []
+    for model in MODELS[:1] if quick else MODELS:
+        profile = shipped(model)
+        for machines in (2, FLEETS[model], 8):
+            trace = static_trace(machines, 1e9)
+            ours, paper = (
+                simulate(profile, trace, make_strategy(name, profile, machines=machines), steps=steps)
+                for name in ("penstock", "rlboost")
+            )
+            regrets.append(ours.regret)
+            ratios.append(ours.tokens_per_s / paper.tokens_per_s)
+    note = "the bound knows every length; " + ", ".join(f"{regret:.2f}" for regret in regrets)
+    results.append(at_most("mean regret on static fleets", sum(regrets) / len(regrets), 0.10, "share", note=note))
+    results.append(at_least("worst static fleet: Penstock / RLBoost, throughput", min(ratios), 1.0, "x"))
+    return results
+
+
+def _on(profile: Profile, name: str, window: Trace, ceiling: int) -> Outcome:
+    return simulate(profile, window, make_strategy(name, profile, ceiling=ceiling), duration_s=WINDOW_S)
+
+
+class _Total:
+    """Several runs of one strategy as one."""
+
+    def __init__(self, profile: Profile, outcomes: list[Outcome]) -> None:
+        prices = profile.prices
+        tokens = self._sum(outcomes, lambda outcome: [float(step.tokens) for step in outcome.steps])
+        wall_s = self._sum(outcomes, lambda outcome: [step.times.step_s for step in outcome.steps])
+        self.tokens_per_s = tokens / wall_s
+        self.per_dollar = tokens / sum(outcome.dollars(prices.reserved, prices.spot) for outcome in outcomes)
+        self.wait_share = (
+            self._sum(outcomes, lambda outcome: [step.times.trainer_wait_s for step in outcome.steps]) / wall_s
+        )
+        self.bound_tokens_per_s = tokens / self._sum(outcomes, lambda outcome: [step.bound_s for step in outcome.steps])
+
+    @staticmethod
+    def _sum(outcomes: list[Outcome], values: Callable[[Outcome], list[float]]) -> float:
+        return sum(sum(values(outcome)) for outcome in outcomes)
