@@ -4,7 +4,7 @@ VENV ?= .venv
 # Made anew when what is asked for changes, or when another checkout uses the same environment.
 STAMP := $(VENV)/.installed-$(shell (cat pyproject.toml constraints.txt; pwd) | sha256sum | cut -c1-16)
 
-.PHONY: install demo demo-vllm demo-sglang test test-engines test-trl test-verl
+.PHONY: install demo demo-vllm demo-sglang test test-engines test-trl test-verl test-ray
 # Environments of other frameworks, each under the hash of what it is made from.
 CACHE := $(or $(XDG_CACHE_HOME),$(CURDIR)/.cache)/penstock
 made_from = $(shell (cat tests/integrations/requirements-$(1).txt constraints.txt; $(PYTHON) -VV) | sha256sum | cut -c1-16)
@@ -26,9 +26,10 @@ test: install
 	$(VENV)/bin/pytest
 
 # The integrations against the frameworks themselves, on CPU: minutes the first time, then about half a minute each.
-test-trl test-verl: test-%:
+test-trl test-verl test-ray: test-%:
 	$(MAKE) --no-print-directory $(CACHE)/$*-$(call made_from,$*)/.installed
-	PYTHONPATH=src $(CACHE)/$*-$(call made_from,$*)/bin/pytest -p no:cacheprovider tests/integrations/real_$*.py
+	PYTHONPATH=src $(CACHE)/$*-$(call made_from,$*)/bin/pytest -p no:cacheprovider \
+	  $(wildcard tests/integrations/real_$*.py tests/ray/real_$*_*.py)
 
 $(CACHE)/%/.installed:
 	$(PYTHON) -m venv --clear $(@D)
