@@ -38,6 +38,8 @@ class Balancing:
         self._tracker = tracker
         self._beats: dict[str, _Beat] = {}
         self._moves_by_choice: dict[TrackedSample, int] = {}
+        self._moves_in = ""
+        """The batch that they were counted in; one at a time is moved about."""
         self._moved_at = float("-inf")
 
     # ---- told
@@ -66,12 +68,15 @@ class Balancing:
 
     def finished(self, samples: Iterable[TrackedSample]) -> None:
         """Samples that ended, before their batch is closed."""
+        ended: set[str] = set()
         for sample in samples:
             self._moves_by_choice.pop(sample, None)
             if not sample.cause:
                 self.policy.finished(sample.prompt, sample.length)
-            if sample.batch.ended and not sample.batch.waiting:
-                self.policy.batch_ended()
+            if sample.batch.ended:
+                ended.add(sample.batch.name)
+        for _ in ended:
+            self.policy.batch_ended()
 
     def gone(self, instance: str) -> None:
         self._beats.pop(instance, None)
@@ -115,6 +120,9 @@ class Balancing:
         if now - self._moved_at < MOVES_S or len(loads) < 2:
             return []
         self._moved_at = now
+        if batch.name != self._moves_in:
+            self._moves_by_choice.clear()
+            self._moves_in = batch.name
         return self.policy.moves(batch.waiting, loads, lambda instance: self._placed(instance, batch, loads))
 
     def moved(self, sample: TrackedSample) -> None:
