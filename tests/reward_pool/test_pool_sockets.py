@@ -7,6 +7,7 @@ import gc
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -89,6 +90,31 @@ async def test_keys_and_headers_are_sent_and_the_key_is_nowhere_else(monkeypatch
     assert "wr0ng" not in str(error.value)
 
 
+@pytest.mark.parametrize("status", [401, 200])
+async def test_a_service_that_quotes_the_key_is_not_quoted(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    padding = "x" * 470  # the text is shown up to 500 characters: the key must not be cut in two before it is taken out
+
+    async def quote(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = await reader.readuntil(b"\r\n\r\n")
+        key = asked.partition(b"Bearer ")[2].partition(b"\r\n")[0].decode()
+        body = f'{{"error": "{padding} no such key: {key}"}}'
+        writer.write(f"HTTP/1.1 {status} Quoted\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(quote, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    events: list[AttemptEnded] = []
+    async with ComputePool([Endpoint(url, api_key_env="JUDGE_KEY")], ONCE, on_event=events.append) as pool:
+        with pytest.raises(JobFailed, match=f"HTTP {status}") as error:
+            await ask(pool)
+    server.close()
+    assert events
+    assert "no such key: " in error.value.body
+    assert "s3c" not in repr(events) + str(error.value) + error.value.body
+
+
 async def test_a_declared_rate_is_kept_and_a_429_sends_nothing_to_sleep_for_long() -> None:
     async with ProviderServer(Provider(rate=200, burst=10, median_s=0.0)) as server:
         async with ComputePool([Endpoint(server.url, requests_per_minute=11_000, burst=5)]) as pool:
@@ -119,11 +145,15 @@ async def test_an_undeclared_limit_is_found() -> None:
     ],
 )
 async def test_each_fault_has_its_name(fault: str, says: str) -> None:
-    async with ProviderServer() as server, ComputePool([Endpoint(server.url, timeout_s=0.3)], ONCE) as pool:
+    async with ProviderServer() as server:
+        hasty = Endpoint(server.url, name="hasty", models=("fault-silent", "fault-drip"), timeout_s=0.3)
+        rest = Endpoint(server.url, name="rest", models=("m", "fault-[!sd]*"), timeout_s=60)
+        pool = ComputePool([hasty, rest], PoolOptions(attempts=1))
         with pytest.raises(JobFailed, match=says):
             await pool.chat(model=f"fault-{fault}", messages=USER)
         assert await ask(pool) == "echo: hello", "the next job is none the worse"
         assert pool.running == 0
+        await pool.close()
 
 
 @pytest.mark.parametrize("fault", ["429", "529", "silent"])
@@ -169,6 +199,17 @@ async def test_an_endpoint_that_is_not_there_is_routed_around() -> None:
 async def test_a_name_that_does_not_resolve_is_named() -> None:
     async with ComputePool([Endpoint("http://no-such-host.invalid/v1", connect_timeout_s=5)], ONCE) as pool:
         with pytest.raises(JobFailed, match=r"name look-up failed|no connection in time"):
+            await ask(pool)
+
+
+async def test_a_name_server_that_never_answers_is_part_of_the_time_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object, **__: object) -> list:
+        await asyncio.get_running_loop().create_future()
+        return []
+
+    monkeypatch.setattr(aiohttp.DefaultResolver, "resolve", never)
+    async with ComputePool([Endpoint("http://judge.example/v1", connect_timeout_s=0.2, timeout_s=600)], ONCE) as pool:
+        with pytest.raises(JobFailed, match="no connection in time"):
             await ask(pool)
 
 
@@ -299,6 +340,26 @@ async def test_local_functions_are_endpoints_like_the_rest() -> None:
         ComputePool([Endpoint("local:gone")])
 
 
+async def test_as_many_sync_local_functions_run_as_their_endpoint_allows() -> None:
+    together = threading.Barrier(40)
+    pool = ComputePool(
+        [Endpoint("local:f", concurrency=40)],
+        transports={"local:f": FunctionTransport(lambda body: together.wait(60))},
+    )
+    async with pool:
+        replies = await asyncio.gather(*(pool.request("/f", {}) for _ in range(40)))
+    assert sorted(reply.value for reply in replies) == list(range(40))
+
+
+async def test_an_object_with_an_async_call_is_a_local_function_too() -> None:
+    class Judge:
+        async def __call__(self, body: dict) -> int:
+            return threading.get_ident()
+
+    async with ComputePool([Endpoint("local:f")], transports={"local:f": FunctionTransport(Judge())}) as pool:
+        assert (await pool.request("/f", {})).value == threading.get_ident()
+
+
 async def test_callers_on_other_loops_and_threads_share_the_limits() -> None:
     async with ProviderServer() as server, ComputePool([Endpoint(server.url, concurrency=2)]) as pool:
 
@@ -320,6 +381,41 @@ def test_a_pool_outlives_the_loop_it_was_first_used_on() -> None:
         return (await pool.request("/f", {"x": x})).value
 
     assert [asyncio.run(one(n)) for n in range(3)] == [0, 1, 2]
+
+
+LEFT_OPEN = """
+import asyncio, sys, threading
+from penstock.reward import ComputePool, Endpoint
+from penstock.simulate.provider_server import ProviderServer
+
+def in_a_thread(work):
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return asyncio.run_coroutine_threadsafe(work, loop).result(60)
+
+server = ProviderServer()
+in_a_thread(server.start())
+
+async def asked(pool):
+    return (await pool.chat(model="m", messages=[{"role": "user", "content": "x"}]))["choices"][0]["message"]["content"]
+
+async def forgotten():
+    answer = await asked(ComputePool([Endpoint(server.url)]))
+    await asyncio.sleep(0)
+    return answer
+
+pool, other, third = (ComputePool([Endpoint(server.url)]) for _ in range(3))
+print(*(asyncio.run(asked(pool)) for _ in range(3)), in_a_thread(asked(other)), asyncio.run(forgotten()), sep=",")
+loop = asyncio.new_event_loop()
+print(loop.run_until_complete(asked(third)))
+"""
+
+
+def test_a_pool_goes_from_loop_to_loop_and_one_left_open_ends_without_a_word() -> None:
+    done = subprocess.run([sys.executable, "-X", "dev", "-c", LEFT_OPEN], capture_output=True, text=True, timeout=120)
+    assert done.stdout == ",".join(["echo: x"] * 5) + "\necho: x\n", done.stderr
+    assert "aiohttp" not in done.stderr
+    assert "client" not in done.stderr.lower()
 
 
 async def test_a_reload_changes_limits_and_loses_no_job(tmp_path: Path) -> None:

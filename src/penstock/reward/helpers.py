@@ -6,6 +6,8 @@ whose caller left is `abandoned` until its function returns, and past `MOST_ABAN
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import contextvars
 import queue
 import threading
@@ -136,6 +138,37 @@ class Helpers:
         if work.error is not None:
             raise work.error
         return work.value
+
+    async def call_async(self, function: Callable[[], Any]) -> Any:
+        """Runs a function in a thread and awaits it; a caller that is cancelled leaves it, and it goes on unheard.
+
+        Raises:
+            RewardError: too many earlier calls are still going on unheard.
+        """
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+        def end(value: Any, error: BaseException | None) -> None:
+            if not ended.done():
+                ended.set_result((value, error))
+
+        def run() -> None:
+            value, error = None, None
+            try:
+                value = function()
+            except BaseException as raised:  # noqa: BLE001 - carried to the caller, who raises it
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
+                loop.call_soon_threadsafe(end, value, error)
+
+        work = self.begin(run)
+        try:
+            value, error = await ended
+        finally:
+            self.leave(work)
+        if error is not None:
+            raise error
+        return value
 
     def race(
         self,

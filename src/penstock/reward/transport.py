@@ -9,9 +9,13 @@ or other endpoints. Keys are added here, last of all, and appear in no message.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
+import functools
 import inspect
 import ssl
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,6 +26,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from penstock.reward.headers import retry_after_s, told_limits
+from penstock.reward.helpers import HELPERS
 from penstock.reward.limits import Endpoint, read_key
 from penstock.reward.retry import Kind, Outcome, kind_of_error, kind_of_status
 
@@ -29,6 +34,8 @@ __all__ = ["FunctionTransport", "HttpTransport", "Reply", "Request", "Transport"
 
 BODY_SHOWN = 500
 """Characters of an error's body that are kept."""
+LET_GO_S = 1.0
+"""Longest wait for another thread's loop to close what nobody has closed."""
 ROOT_PATHS = ("/classify", "/score", "/rerank", "/pooling")
 """Served beside `/v1`, not below it, by vLLM and SGLang."""
 
@@ -77,24 +84,34 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """aiohttp, with what a client of many long requests needs and nothing else."""
+    """aiohttp, with what a client of many long requests needs and nothing else.
+
+    One session for each event loop, one loop at a time: a session can't outlive its loop, and this can. What nobody
+    closes is let go of when it is forgotten, and at the interpreter's exit.
+    """
 
     KEEP_ALIVE_S = 60.0
 
     def __init__(self, ssl_context: ssl.SSLContext | None = None) -> None:
         self._ssl = ssl_context
         self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._let_go: Callable[[], object] = _nothing
         self._headers: dict[str, CIMultiDict[str]] = {}
         self._urls: dict[tuple[str, str], URL] = {}
         self._timeouts: dict[tuple[float, float], aiohttp.ClientTimeout] = {}
 
     def _open(self) -> aiohttp.ClientSession:
-        if self._session is None or self._session.closed:
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._session.closed or self._loop is not loop:
+            self._let_go()
             # Concurrency is bounded by the endpoints' gates; a second bound here would queue behind their backs.
             connector = aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=self.KEEP_ALIVE_S, ssl=self._ssl if self._ssl is not None else True
             )
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+            self._loop = loop
+            self._let_go = weakref.finalize(self, _close_left_open, self._session, loop)
         return self._session
 
     def forget_headers(self) -> None:
@@ -112,7 +129,9 @@ class HttpTransport:
         if timeout is None:
             if len(self._timeouts) > 1000:
                 self._timeouts.clear()
-            timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=min(connect_s, total_s))
+            # `connect` covers the name look-up as well, `sock_connect` one address of those that it gave.
+            connect_s = min(connect_s, total_s)
+            timeout = aiohttp.ClientTimeout(total=total_s, connect=connect_s, sock_connect=connect_s)
             self._timeouts[total_s, connect_s] = timeout
         return timeout
 
@@ -133,6 +152,10 @@ class HttpTransport:
             self._headers[endpoint.label] = headers
         return headers
 
+    def _key(self, endpoint: Endpoint) -> str:
+        """The key that was sent, so that an answer which quotes it can be shown without."""
+        return self._header(endpoint).get("Authorization", "").removeprefix("Bearer ")
+
     async def send(
         self, endpoint: Endpoint, request: Request, timeout_s: float, chunk: Callable[[bytes], Awaitable[None]] | None
     ) -> tuple[Outcome, Reply | None]:
@@ -147,7 +170,8 @@ class HttpTransport:
             try:
                 if chunk is not None and response.status == 200:
                     return await self._stream(response, chunk)
-                return _understood(endpoint, response.status, response.headers, await response.read())
+                body = await response.read()
+                return _understood(endpoint, response.status, response.headers, body, self._key(endpoint))
             finally:
                 response.release()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
@@ -190,8 +214,42 @@ def _cause(error: BaseException, timeout_s: float) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def _nothing() -> None:
+    return
+
+
+def _close_left_open(session: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop) -> None:
+    """Closes a session from wherever its transport was forgotten: another loop or thread, or the interpreter's exit."""
+    if session.closed:
+        return
+    try:
+        here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+    except RuntimeError:
+        here = None
+    if loop.is_closed() or (here is not None and not loop.is_running()):
+        closing = session.close()
+        try:
+            closing.send(None)  # no loop to wait on: what it does before it would wait is all that can be done
+        except StopIteration:
+            return
+        closing.close()
+    elif loop is here:
+        loop.create_task(session.close(), name="penstock-session-close")
+    elif loop.is_running():
+        future = asyncio.run_coroutine_threadsafe(session.close(), loop)
+        with contextlib.suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            future.result(LET_GO_S)
+    else:
+        loop.run_until_complete(session.close())
+
+
+def _shown(text: str, key: str) -> str:
+    """The start of an error's text; some services quote the key that they refuse."""
+    return (text.replace(key, "[key]") if key else text)[:BODY_SHOWN]
+
+
 def _understood(
-    endpoint: Endpoint, status: int, headers: Mapping[str, str], body: bytes
+    endpoint: Endpoint, status: int, headers: Mapping[str, str], body: bytes, key: str = ""
 ) -> tuple[Outcome, Reply | None]:
     """What a whole answer means. A 200 that isn't JSON, or that holds nothing but an error, is no answer."""
     wall_s = time.time()
@@ -203,20 +261,20 @@ def _understood(
             return Outcome(Kind.BROKEN, f"answer is not JSON: {error}", status, told=told), None
         if isinstance(value, dict):
             if value.get("error"):
-                return _error_in_body(value["error"], told), None
+                return _error_in_body(value["error"], told, key), None
             usage = value.get("usage")
             tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
             tokens = float(tokens) if isinstance(tokens, int | float) else None
         else:
             tokens = None
         return Outcome(Kind.DONE, "", status, tokens, None, told), Reply(value, body, status, headers, endpoint.label)
-    shown = body[: 4 * BODY_SHOWN].decode("utf-8", "replace")[:BODY_SHOWN]
+    shown = _shown(body[: 4 * BODY_SHOWN].decode("utf-8", "replace"), key)
     kind = Kind.FINAL if 300 <= status < 400 else kind_of_status(status, shown)
     return Outcome(kind, f"HTTP {status}", status, None, retry_after_s(headers, wall_s), told, shown), None
 
 
-def _error_in_body(error: Any, told: Any) -> Outcome:
-    shown = str(error)[:BODY_SHOWN]
+def _error_in_body(error: Any, told: Any, key: str) -> Outcome:
+    shown = _shown(str(error), key)
     code = error.get("code", error.get("status")) if isinstance(error, dict) else None
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
     return Outcome(kind_of_status(status, shown), "HTTP 200 with an error", status, told=told, body=shown)
@@ -225,13 +283,15 @@ def _error_in_body(error: Any, told: Any) -> Outcome:
 class FunctionTransport:
     """A Python function as an endpoint: it gets the request's JSON object and returns the answer's value.
 
-    Async functions run on the pool's loop; sync ones in threads, since a local process pool or sandbox client blocks.
+    Async functions (and objects with an async `__call__`) run on the pool's loop; sync ones in threads, as many as the
+    endpoint's concurrency asks for. One that is past its time goes on in its thread, which can't be stopped.
     """
 
     def __init__(
         self, function: Callable[[dict[str, Any]], Any], hook: Callable[[BaseException], Kind | None] | None = None
     ) -> None:
         self._function = function
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         self._hook = hook
 
     async def send(
@@ -239,10 +299,12 @@ class FunctionTransport:
     ) -> tuple[Outcome, Reply | None]:
         try:
             async with asyncio.timeout(timeout_s):
-                if inspect.iscoroutinefunction(self._function):
+                if self._is_async:
                     value = await self._function(request.body)
                 else:
-                    value = await asyncio.to_thread(self._function, request.body)
+                    value = await HELPERS.call_async(functools.partial(self._function, request.body))
+                    if inspect.isawaitable(value):  # a plain function that hands back a coroutine
+                        value = await value
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything; it becomes the outcome
             kind = kind_of_error(error, self._hook)
             return Outcome(kind, f"{type(error).__name__}: {error}", error=error), None
