@@ -74,6 +74,9 @@ def test_the_isolation_of_the_code_sandbox_is_told_and_what_keeps_it_from_a_stro
     assert weaker.works
     assert "seccomp" in weaker.why
     assert refused[0] in weaker.why
+    between = verdict(dataclasses.replace(healthy(), sandbox="landlock", sandbox_refused=refused), "code sandbox")
+    assert between.works
+    assert between.why.startswith("landlock")
     none = verdict(dataclasses.replace(healthy(), sandbox="none", sandbox_refused=refused), "code sandbox")
     assert not none.works
     assert "network = 'allow'" in none.why

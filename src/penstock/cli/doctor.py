@@ -82,7 +82,7 @@ class Facts:
     """As PyTorch sees them."""
     nvidia_driver: bool = False
     sandbox: str = "none"
-    """How the programs of `code_tests` are isolated: `namespaces`, `seccomp` or `none`."""
+    """How the programs of `code_tests` are isolated: `namespaces`, `landlock`, `seccomp` or `none`."""
     sandbox_refused: tuple[str, ...] = ()
     """Why each stronger isolation than that doesn't work."""
     engines_outside: Mapping[str, str | None] = field(default_factory=dict)
@@ -288,6 +288,10 @@ def _sandbox(facts: Facts) -> Verdict:
     refused = "; ".join(facts.sandbox_refused)
     if facts.sandbox == "namespaces":
         return Verdict(what, True, "namespaces: no network, no other process, one folder of its own")
+    if facts.sandbox == "landlock":
+        return Verdict(
+            what, True, f"landlock: no network, one folder of its own; sees this user's processes ({refused})"
+        )
     if facts.sandbox == "seccomp":
         return Verdict(what, True, f"seccomp: no network, but this user's files can be read and written ({refused})")
     return Verdict(what, False, f"{refused}; only with network = 'allow'")

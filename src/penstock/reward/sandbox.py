@@ -1,10 +1,11 @@
 """A sandbox for programs that nobody has read: run, bounded in everything, and nothing left behind.
 
 Decides how a run is started, watched, bounded and ended; `sandbox_launcher` shuts it in. Knows nothing of tests or
-rewards. Two kinds of isolation, the first one that the kernel lets it: `namespaces` (own processes, own network with no
-way out, own file system where one folder can be written) and `seccomp` (a filter refuses sockets, signals to others and
-leaving the process group; files, and what `/proc` shows, are shielded by their owner alone). Where there is neither it
-refuses, unless `network="allow"` says that this is accepted.
+rewards. Three kinds of isolation, the first one that the kernel lets it: `namespaces` (own processes, own network with
+no way out, own file system where one folder can be written), `landlock` (a filter refuses sockets, signals to others
+and leaving the process group, and the kernel all files but the interpreter's and that folder) and `seccomp` (the filter
+alone; files, and what `/proc` shows, are shielded by their owner). Where there is none it refuses, unless
+`network="allow"` says that this is accepted.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SHOWN = (
     "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime",
 )  # fmt: skip
 SHOWN_WITH_NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates")
-Isolation = Literal["namespaces", "seccomp", "none"]
+Isolation = Literal["namespaces", "landlock", "seccomp", "none"]
 
 
 class SandboxError(RewardError):
@@ -121,7 +122,7 @@ class Sandbox:
     python: str = ""
     """Interpreter; the one that Penstock runs on, without its environment's packages, where none is given."""
     read_only: Sequence[str] = ()
-    """Further folders that programs may read (in namespaces, where they see nothing else)."""
+    """Further folders that programs may read (with `namespaces` and `landlock`, where they see nothing else)."""
     isolation: Isolation | None = None
     """What to use; by default the strongest there is."""
 
@@ -163,7 +164,7 @@ class Sandbox:
             "folder": folder,
             "status_fd": status_fd,
             "isolation": self.isolation,
-            "filter": self.isolation == "seccomp",
+            "filter": self.isolation in ("landlock", "seccomp"),
             "network": self.network,
             "read_only": [path for path in dict.fromkeys(shown) if os.path.lexists(path) and path != "/usr"] + ["/usr"],
             "limits": {
@@ -346,7 +347,7 @@ def available_isolation() -> tuple[Isolation, Mapping[str, str]]:
     refused: dict[str, str] = {}
     if sys.platform != "linux":
         return "none", {"namespaces": f"{sys.platform} has no sandbox that Penstock knows"}
-    kinds: tuple[Isolation, ...] = ("namespaces", "seccomp")
+    kinds: tuple[Isolation, ...] = ("namespaces", "landlock", "seccomp")
     for kind in kinds:
         try:
             run = Sandbox(isolation=kind).run("print(1)")
