@@ -14,7 +14,8 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.train.actor import Actor, load_causal_lm, pick_device
 from penstock.train.batching import PassBatch, collate, split_passes
 from penstock.train.forward import score_tokens
-from penstock.train.losses import aggregate, approximate_kl, ppo_clip
+from penstock.train.losses import aggregate, approximate_kl
+from penstock.train.policy_losses import ppo_clip
 
 AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.config.run import TrainConfig
 from penstock.errors import ConfigError
-from penstock.train.losses import aggregate, approximate_kl, get_loss, ppo_clip, register_loss, token_weights
+from penstock.train.losses import aggregate, approximate_kl, token_weights
+from penstock.train.policy_losses import get_loss, ppo_clip, register_loss
 
 AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
@@ -48,7 +49,10 @@ def test_the_registered_loss_takes_its_bounds_from_the_configuration() -> None:
 
 
 def test_an_unknown_loss_is_refused_with_the_known_ones_and_a_taken_name_too() -> None:
-    with pytest.raises(ConfigError, match=r"train.loss='foo' is unknown; registered are: ppo_clip; .*import path"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train.loss='foo' is unknown; registered are: cispo, dppo_kl, .*, ppo_clip, sapo; .*import path",
+    ):
         get_loss("foo")
     with pytest.raises(ValueError, match="a policy loss named 'ppo_clip' is registered already"):
         register_loss("ppo_clip")(lambda *columns: ppo_clip(*columns[:3], 0.2, 0.2))

@@ -13,12 +13,12 @@ from penstock.errors import ConfigError, MissingExtra
 from penstock.train.actor import Actor
 from penstock.train.advantages import get_advantage, grpo
 from penstock.train.batching import collate
-from penstock.train.losses import get_loss
+from penstock.train.policy_losses import get_loss
 from penstock.train.preflight import check
 
 OWN = """
 import torch
-from penstock.train.losses import TokenLoss
+from penstock.train.policy_losses import TokenLoss
 
 NUMBER = 3
 
@@ -57,7 +57,7 @@ def test_what_can_begin_passes() -> None:
     ("train", "message"),
     [
         ({"advantage": "foo"}, r"train.advantage='foo' is unknown; registered are: dr_grpo, grpo, rloo.*import path"),
-        ({"loss": "foo"}, r"train.loss='foo' is unknown; registered are: ppo_clip"),
+        ({"loss": "foo"}, r"train.loss='foo' is unknown; registered are: cispo"),
         ({"loss": "ppo_clip:"}, r"train.loss='ppo_clip:' is not of the form 'package.module:function'"),
         ({"loss": "no_such_module:f"}, r"train.loss=.*can't import no_such_module"),
         ({"loss": "broken_functions:f"}, r"can't import broken_functions: RuntimeError: half written"),

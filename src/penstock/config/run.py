@@ -238,9 +238,18 @@ class TrainConfig(_Section):
     denominator, so that the mean is over what can be learnt from; metrics count them all the same. Ignored where
     kl_coef or entropy_coef is above 0, which learn from every group: then all are in the passes and the denominator."""
     loss: str = "ppo_clip"
-    """Policy loss: ppo_clip, or the import path (`package.module:function`) of your own."""
+    """Policy loss: ppo_clip, gspo, cispo, geo_mean, sapo, gpg, dppo_tv, dppo_kl, or the import path
+    (`package.module:function`) of your own."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """How far the ratio may fall below 1; of geo_mean its logarithm, of dppo_tv and dppo_kl their distance."""
     clip_high: float = Field(default=0.2, ge=0)
+    clip_dual: float = Field(default=0.0, ge=0)
+    """ppo_clip: bound on the ratio of tokens with a negative advantage (3 in verl); 0 sets none."""
+    ratio_cap: float = Field(default=20.0, gt=1)
+    """dppo_tv and dppo_kl: bound on the ratio that weighs a token."""
+    sapo_tau_positive: float = Field(default=1.0, gt=0)
+    sapo_tau_negative: float = Field(default=1.05, gt=0)
+    """sapo: how soft its gate is, for tokens with a positive and with another advantage."""
     aggregation: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
     ] = "token-mean"
@@ -261,6 +270,12 @@ class TrainConfig(_Section):
     checkpoint_every: int = Field(default=50, ge=0)
     """Steps between checkpoints; 0 writes only the last, and a run that breaks off can then not go on."""
     keep_checkpoints: int = Field(default=2, ge=1)
+
+    @model_validator(mode="after")
+    def _bounds_make_sense(self) -> TrainConfig:
+        if 0 < self.clip_dual <= 1:
+            raise ValueError("train.clip_dual must be above 1, or 0 for none")
+        return self
 
 
 class DrillConfig(_Section):

@@ -26,7 +26,8 @@ from penstock.config.run import TrainConfig, old_logprobs_refusal
 from penstock.errors import CheckpointError, ConfigError, MissingExtra
 from penstock.train.batching import PassBatch
 from penstock.train.forward import TokenScores, score_tokens
-from penstock.train.losses import approximate_kl, get_loss, token_weights
+from penstock.train.losses import approximate_kl, token_weights
+from penstock.train.policy_losses import get_loss
 from penstock.train.schedule import lr_at
 from penstock.train.sums import Sums
 

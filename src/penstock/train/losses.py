@@ -1,6 +1,7 @@
-"""Losses: what a token's probability should do, and how tokens add up. Plain functions on tensors.
+"""How token losses add up, and the distance to a reference. Plain functions on tensors.
 
-Decides the loss of each output token and its weight in the whole. Refuses to know about models, groups and passes.
+Decides each output token's weight in the whole. Refuses to know about models, groups and passes, and what a token's
+loss is (`policy_losses`).
 Shape suffixes: `_BT`, B samples with their output tokens right-padded to T; `_B`, one number a sample.
 
 Aggregation is split in two so that it is exact however a mini-batch is cut into passes: each pass back-propagates
@@ -10,75 +11,24 @@ of all passes' denominators.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.config.run import TrainConfig
-from penstock.train.registry import Registry
+from penstock.train.policy_losses import MAX_LOG_RATIO
 
 __all__ = [
     "Aggregation",
     "KlEstimator",
-    "PolicyLoss",
-    "TokenLoss",
     "TokenWeights",
     "aggregate",
     "approximate_kl",
-    "get_loss",
-    "ppo_clip",
-    "register_loss",
     "token_weights",
 ]
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 KlEstimator = Literal["k1", "abs", "k2", "k3"]
-
-# Ratios are exp of a difference; beyond this one they say only "absurd" and would overflow.
-_MAX_LOG_RATIO = 20.0
-
-
-class TokenLoss(NamedTuple):
-    loss_BT: Tensor
-    ratio_BT: Tensor
-    """New over old probability, without gradient; for the metrics."""
-    clipped_BT: Tensor
-    """bool: the loss took the token's gradient away; for the metrics."""
-
-
-PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, TrainConfig], TokenLoss]
-"""`f(logprobs_BT, old_logprobs_BT, advantages_B, mask_BT, config) -> TokenLoss`.
-
-Log-probabilities are those of the distribution that tokens were drawn from; `mask_BT` is True on output tokens, and
-what stands elsewhere counts for nothing. KL and entropy terms are added by the actor."""
-
-_REGISTRY: Registry[PolicyLoss] = Registry("train.loss", "a policy loss")
-register_loss = _REGISTRY.register
-get_loss = _REGISTRY.get
-
-
-@register_loss("ppo_clip")
-def _ppo_clip(
-    logprobs_BT: Tensor, old_logprobs_BT: Tensor, advantages_B: Tensor, mask_BT: Tensor, config: TrainConfig
-) -> TokenLoss:
-    return ppo_clip(logprobs_BT, old_logprobs_BT, advantages_B, config.clip_low, config.clip_high)
-
-
-def ppo_clip(
-    logprobs_BT: Tensor, old_logprobs_BT: Tensor, advantages_B: Tensor, clip_low: float, clip_high: float
-) -> TokenLoss:
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) for each token (PPO, arXiv 1707.06347, equation 7).
-
-    Separate bounds as in DAPO (arXiv 2503.14476, equation 10). Gradients flow through `logprobs_BT` alone.
-    """
-    log_ratio_BT = (logprobs_BT - old_logprobs_BT.detach()).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    ratio_BT = log_ratio_BT.exp()
-    advantages_B1 = advantages_B.detach().unsqueeze(1)
-    free_BT = -advantages_B1 * ratio_BT
-    bound_BT = -advantages_B1 * ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return TokenLoss(torch.maximum(free_BT, bound_BT), ratio_BT.detach(), (bound_BT > free_BT).detach())
 
 
 def approximate_kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, estimator: KlEstimator) -> Tensor:
@@ -95,7 +45,7 @@ def approximate_kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, estimator
     if estimator == "k2":
         return 0.5 * d_BT * d_BT
     if estimator == "k3":
-        bounded_BT = d_BT.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        bounded_BT = d_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return torch.expm1(-bounded_BT) + bounded_BT
     raise ValueError(f"unknown KL estimator {estimator!r}")
 

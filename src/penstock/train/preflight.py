@@ -20,7 +20,7 @@ def check(config: RunConfig) -> None:
     try:
         from penstock.train.actor import pick_device
         from penstock.train.advantages import get_advantage
-        from penstock.train.losses import get_loss
+        from penstock.train.policy_losses import get_loss
     except ImportError as error:
         raise MissingExtra(error.name or "torch", "train", "training") from error
 
