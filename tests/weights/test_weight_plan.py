@@ -13,12 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.errors import FrameTooLarge, WeightError, WireError
 from penstock.weights import ChunkEntry, Manifest, TensorEntry, decode_manifest, encode_manifest
+from penstock.weights.manifest import Encoding
 from penstock.weights.plan import (
     ChunkQueue,
     check_chunk,
     check_manifest,
     check_tensors,
     cut,
+    cut_runs,
     digest,
     split_tensors,
     tensor_offsets,
@@ -26,7 +28,7 @@ from penstock.weights.plan import (
 from penstock.weights.protocol import (
     LENGTH,
     MAX_MESSAGE_BYTES,
-    GetChunk,
+    GetChunks,
     decode_to_store,
     encode_message,
     message_length,
@@ -36,23 +38,27 @@ from penstock.weights.protocol import (
 from penstock.weights.tcp import format_address, parse_address
 
 
-def manifest_of(stream: bytes = bytes(range(24)), chunk_bytes: int = 10) -> Manifest:
+def manifest_of(stream: bytes = bytes(range(24)), chunk_bytes: int = 8) -> Manifest:
     """Version 7: "a" of 3 float32, then "b" of 2 x 3 bfloat16."""
+    tensors = (
+        TensorEntry(name="a", dtype="F32", shape=(3,), nbytes=12, xxh3=digest(stream[:12])),
+        TensorEntry(name="b", dtype="BF16", shape=(2, 3), nbytes=12, xxh3=digest(stream[12:])),
+    )
     return Manifest(
         run="run",
         version=7,
         codec="raw",
         base=None,
         config_json="{}",
-        tensors=(
-            TensorEntry(name="a", dtype="F32", shape=(3,), nbytes=12, xxh3=digest(stream[:12])),
-            TensorEntry(name="b", dtype="BF16", shape=(2, 3), nbytes=12, xxh3=digest(stream[12:])),
-        ),
+        tensors=tensors,
         chunks=tuple(
             ChunkEntry(offset=start, nbytes=size, raw_nbytes=size, xxh3=digest(stream[start : start + size]))
-            for start, size in cut(24, chunk_bytes)
+            for start, size, _ in cut_runs(tensors, chunk_bytes)
         ),
     )
+
+
+LONG = (ChunkEntry(offset=0, nbytes=1 << 20, raw_nbytes=8, xxh3=0),)
 
 
 def with_tensor(**changes: object) -> Callable[[Manifest], Manifest]:
@@ -78,7 +84,7 @@ def test_an_honest_manifest_passes() -> None:
     [
         (with_field(version=8), "version 8"),
         (with_field(codec="zstd"), "'zstd'"),
-        (with_field(base=6), "difference to version 6"),
+        (with_field(base=6), "has a base where its codec has none"),
         (with_field(chunks=()), "hold 0 bytes"),
         (with_tensor(shape=(4,)), "needs 16 bytes"),
         (with_tensor(shape=(1 << 60, 1 << 60)), "needs"),
@@ -94,7 +100,11 @@ def test_an_honest_manifest_passes() -> None:
         (with_chunk(raw_nbytes=-10, nbytes=-10), "has -10 bytes"),
         (with_chunk(raw_nbytes=1 << 40), "bytes"),
         (with_chunk(nbytes=9), "has 9 bytes on the wire"),
-        (with_chunk(nbytes=9, raw_nbytes=9), "begins at 10"),
+        (with_chunk(nbytes=6, raw_nbytes=6), "within an element of F32"),
+        (with_chunk(nbytes=4, raw_nbytes=4), "begins at 8, not 4"),
+        (with_chunk(nbytes=16, raw_nbytes=16), "beyond the last F32 at 12"),
+        (with_field(codec="delta"), "or has none"),
+        (with_field(codec="lossless", chunks=LONG), "bytes on the wire for 8"),
     ],
 )
 def test_a_manifest_that_lies_is_refused_by_name(lie: Callable[[Manifest], Manifest], named: str) -> None:
@@ -138,7 +148,7 @@ def test_one_flipped_bit_is_found_in_its_chunk_and_in_its_tensor() -> None:
     stream = bytearray(range(24))
     stream[13] ^= 1
     chunks = [memoryview(stream)[c.offset : c.offset + c.raw_nbytes] for c in manifest.chunks]
-    assert [check_chunk(c, data) for c, data in zip(manifest.chunks, chunks, strict=True)] == [True, False, True]
+    assert [check_chunk(c, data) for c, data in zip(manifest.chunks, chunks, strict=True)] == [True, True, False, True]
     with pytest.raises(WeightError, match="tensor b of weight version 7"):
         check_tensors(manifest, split_tensors(manifest, memoryview(stream)))
 
@@ -210,7 +220,7 @@ TestChunkQueue = ChunkQueueMachine.TestCase
 
 
 def test_messages_carry_their_length_and_come_back() -> None:
-    message = GetChunk(version=3, index=5)
+    message = GetChunks(encoding=Encoding(3), indices=(5,))
     data = encode_message(message)
     assert message_length(data[: LENGTH.size]) == len(data) - LENGTH.size
     assert decode_to_store(data[LENGTH.size :]) == message

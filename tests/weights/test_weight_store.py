@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import msgspec
@@ -20,6 +20,7 @@ import pytest
 from penstock.errors import AuthError, PortInUse, ProtocolMismatch, WeightError
 from penstock.weights import Manifest, StagedWeights, WeightStore, encode_manifest, pull
 from penstock.weights import protocol as words
+from penstock.weights.manifest import Encoding, sign_manifest
 from penstock.weights.tcp import FramedSocket, TcpTransport, WeightLink
 
 TOKEN = "the-run's-token"
@@ -50,6 +51,14 @@ def running_store(port: int = 0, token: str = TOKEN, **options: object) -> Itera
 
 def assert_whole(weights: StagedWeights, seed: int) -> None:
     assert {name: bytes(view) for name, view in weights.tensors.items()} == {s[0]: s[3] for s in tensors_of(seed)}
+
+
+async def read_chunk(link: WeightLink, index: int) -> bytearray:
+    """A chunk of version 0."""
+    data = bytearray(CHUNK)
+    await link.ask_chunks(Encoding(0), [index])
+    await link.chunk_into(index, memoryview(data))
+    return data
 
 
 async def counted(store: WeightStore, what: str, amount: int) -> None:
@@ -113,13 +122,12 @@ async def test_old_versions_go_once_nobody_reads_them() -> None:
     with running_store(keep_versions=2) as (store, address):
         store.publish(0, tensors_of(0), CONFIG)
         link = await TcpTransport(TOKEN).connect(address)
-        await link.manifest(0)
+        await link.manifest(Encoding(0), 0.0, 0)
         for version in (1, 2, 3):
             store.publish(version, tensors_of(version), CONFIG)
         assert store.versions() == [0, 2, 3]
         # The memory of a version that is still read is not given to another one.
-        first = bytearray(CHUNK)
-        await link.chunk_into(0, 0, memoryview(first))
+        first = await read_chunk(link, 0)
         assert bytes(first) == b"".join(source[3] for source in tensors_of(0))[:CHUNK]
         link.close()
         async with asyncio.timeout(10):
@@ -151,7 +159,7 @@ async def test_another_protocol_version_is_refused_at_once_by_the_store(monkeypa
     with running_store() as (store, address):
         store.publish(0, tensors_of(0), CONFIG)
         monkeypatch.setattr("penstock.weights.tcp.PROTOCOL", 99)
-        with pytest.raises(ProtocolMismatch, match="speaks weight protocol 1 and the puller 99"):
+        with pytest.raises(ProtocolMismatch, match=f"speaks weight protocol {words.PROTOCOL} and the puller 99"):
             await pull(address, 0, TOKEN, deadline_s=60)
         await counted(store, "refused_protocol", 1)
 
@@ -202,10 +210,10 @@ async def test_closing_the_store_cuts_those_that_still_read() -> None:
     with running_store() as (store, address):
         store.publish(0, tensors_of(0), CONFIG)
         link = await TcpTransport(TOKEN).connect(address)
-        await link.manifest(0)
+        await link.manifest(Encoding(0), 0.0, 0)
         await asyncio.to_thread(store.close)
         with pytest.raises(words.LinkLost):
-            await link.chunk_into(0, 0, memoryview(bytearray(CHUNK)))
+            await read_chunk(link, 0)
         link.close()
 
 
@@ -218,7 +226,7 @@ async def test_closing_the_store_cuts_those_that_still_read() -> None:
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         words.LENGTH.pack(5) + b"\xc1\xc1\xc1\xc1\xc1",
         words.LENGTH.pack(1 << 31),
-        words.encode_message(words.GetManifest(version=0)),
+        words.encode_message(words.GetManifest(encoding=Encoding(0))),
         words.encode_message(words.Hello(magic="another", protocol=1, nonce=bytes(32))),
         words.encode_message(words.Hello(magic=words.MAGIC, protocol=1, nonce=b"short")),
     ],
@@ -244,8 +252,8 @@ async def test_a_chunk_that_does_not_exist_is_refused_by_name() -> None:
     with running_store() as (store, address):
         store.publish(0, tensors_of(0), CONFIG)
         link = await TcpTransport(TOKEN).connect(address)
-        with pytest.raises(WeightError, match="version 0 has no chunk 999"):
-            await link.chunk_into(0, 999, memoryview(bytearray(CHUNK)))
+        with pytest.raises(WeightError, match=r"version 0 \(raw\) has no chunk 999"):
+            await read_chunk(link, 999)
         link.close()
 
 
@@ -327,7 +335,7 @@ async def handshake_and_manifest_bytes(address: str) -> int:
     await framed.send(words.encode_message(words.Proof(mac=words.prove(TOKEN, "puller", nonce, challenge.nonce))))
     body = await framed.read_message()
     proxy_bytes += words.LENGTH.size + len(body)
-    await framed.send(words.encode_message(words.GetManifest(version=0)))
+    await framed.send(words.encode_message(words.GetManifest(encoding=Encoding(0))))
     body = await framed.read_message()
     reply = words.decode_from_store(body)
     assert isinstance(reply, words.ManifestReply)
@@ -341,7 +349,7 @@ async def test_a_corrupt_chunk_is_fetched_again() -> None:
         proxy = Proxy(address)
         proxy.flip_at = [await handshake_and_manifest_bytes(address) + 500]
         async with proxy.listening() as through:
-            assert_whole(await pull(through, 0, TOKEN, connections=1, deadline_s=10), 0)
+            assert_whole(await pull(through, 0, TOKEN, codec="raw", connections=1, deadline_s=10), 0)
         await counted(store, "chunks", len(published.chunks) + 1)
 
 
@@ -351,7 +359,7 @@ async def test_a_corrupt_manifest_is_fetched_again() -> None:
         proxy = Proxy(address)
         proxy.flip_at = [await handshake_and_manifest_bytes(address) - 100]
         async with proxy.listening() as through:
-            assert_whole(await pull(through, 0, TOKEN, connections=1, deadline_s=10), 0)
+            assert_whole(await pull(through, 0, TOKEN, codec="raw", connections=1, deadline_s=10), 0)
         assert proxy.connections == 2
 
 
@@ -362,7 +370,7 @@ async def test_a_pull_goes_on_where_it_was_cut() -> None:
         proxy = Proxy(address)
         proxy.cut_after = [10, before - 20, before + 3 * CHUNK, before // 4 + 2 * CHUNK]
         async with proxy.listening() as through:
-            assert_whole(await pull(through, 0, TOKEN, connections=1, deadline_s=20), 0)
+            assert_whole(await pull(through, 0, TOKEN, codec="raw", connections=1, deadline_s=20), 0)
         assert proxy.connections == 5
         # What had come whole was not asked for again: at most one chunk was under way at each of the two cuts.
         assert store.counters()["chunks"] <= len(published.chunks) + 2
@@ -375,7 +383,9 @@ async def test_a_store_that_goes_silent_is_left_and_dialled_again() -> None:
         proxy.stall_after = [await handshake_and_manifest_bytes(address) + 2 * CHUNK]
         async with proxy.listening() as through:
             transport = TcpTransport(TOKEN, io_s=0.2)
-            assert_whole(await pull(through, 0, TOKEN, connections=1, deadline_s=20, transport=transport), 0)
+            assert_whole(
+                await pull(through, 0, TOKEN, codec="raw", connections=1, deadline_s=20, transport=transport), 0
+            )
         assert proxy.connections == 2
 
 
@@ -443,8 +453,8 @@ class Gate:
         self.reached = asyncio.Event()
         self.go_on = asyncio.Event()
 
-    async def connect(self, source: str) -> WeightLink:
-        return GatedLink(self, await self.inner.connect(source))
+    async def connect(self, source: str, connect_s: float = 10.0) -> WeightLink:
+        return GatedLink(self, await self.inner.connect(source, connect_s))
 
 
 class GatedLink:
@@ -452,15 +462,21 @@ class GatedLink:
         self.gate = gate
         self.link = link
 
-    async def manifest(self, version: int) -> bytes:
-        return await self.link.manifest(version)
+    async def offers(self, version: int, held: Sequence[words.Held], wait_s: float) -> words.Offers:
+        return await self.link.offers(version, held, wait_s)
 
-    async def chunk_into(self, version: int, index: int, into: memoryview) -> None:
+    async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
+        return await self.link.manifest(encoding, wait_s, relay_port)
+
+    async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
+        await self.link.ask_chunks(encoding, indices)
+
+    async def chunk_into(self, index: int, into: memoryview) -> None:
         self.gate.left -= 1
         if self.gate.left == 0:
             self.gate.reached.set()
             await self.gate.go_on.wait()
-        await self.link.chunk_into(version, index, into)
+        await self.link.chunk_into(index, into)
 
     def close(self) -> None:
         self.link.close()
@@ -518,15 +534,21 @@ class LyingTransport:
     """A peer with the right token and a manifest of its own making."""
 
     def __init__(self, manifest: Manifest, stream: bytes) -> None:
-        self.manifest_, self.stream, self.closed = manifest, stream, 0
+        self.manifest_, self.stream, self.closed = sign_manifest(manifest, TOKEN), stream, 0
 
-    async def connect(self, source: str) -> LyingTransport:
+    async def connect(self, source: str, connect_s: float = 10.0) -> LyingTransport:
         return self
 
-    async def manifest(self, version: int) -> bytes:
-        return encode_manifest(self.manifest_)
+    async def offers(self, version: int, held: Sequence[words.Held], wait_s: float) -> words.Offers:
+        return words.Offers(raw_nbytes=1, offers=(words.Offer(steps=(self.manifest_.encoding,), nbytes=1),))
 
-    async def chunk_into(self, version: int, index: int, into: memoryview) -> None:
+    async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
+        return encode_manifest(self.manifest_), ""
+
+    async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
+        return None
+
+    async def chunk_into(self, index: int, into: memoryview) -> None:
         chunk = self.manifest_.chunks[index]
         into[:] = self.stream[chunk.offset : chunk.offset + chunk.raw_nbytes]
 
@@ -561,7 +583,7 @@ async def test_an_unknown_codec_is_refused_by_its_name() -> None:
     manifest, stream = published_by(0)
     liar = LyingTransport(msgspec.structs.replace(manifest, codec="sparse-delta"), stream)
     with pytest.raises(WeightError, match="'sparse-delta'"):
-        await pull("liar:1", 0, TOKEN, deadline_s=10, transport=liar)
+        await pull("liar:1", 0, TOKEN, codec="raw", deadline_s=10, transport=liar)
 
 
 async def test_a_store_that_holds_another_token_is_not_believed() -> None:

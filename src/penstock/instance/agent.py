@@ -15,6 +15,7 @@ import socket
 import ssl
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import aiohttp
@@ -23,10 +24,10 @@ from penstock.errors import AuthError, EngineError, FrameTooLarge, PenstockError
 from penstock.instance.engine import Engine
 from penstock.instance.leases import CAUSE_CHARACTERS, Leases
 from penstock.instance.liveness import Reconnect, StallWatch
+from penstock.instance.loading import WeightLoader
 from penstock.tls import refusal_words
 from penstock.weights.manifest import StagedWeights
-from penstock.weights.puller import DEFAULT_MAX_BYTES, pull
-from penstock.weights.tcp import TcpTransport
+from penstock.weights.puller import DEFAULT_MAX_BYTES
 from penstock.wire import (
     MAX_FRAME_BYTES,
     MIN_FRAME_BYTES,
@@ -83,7 +84,8 @@ class SwapStuck(EngineError):
 class Agent:
     """Runs `engine` for the manager at `manager_url` until it is drained or can't go on.
 
-    `connections` is the number of TCP connections of one weight pull, `load_deadline_s` its deadline. A lost manager
+    `connections` is the number of TCP connections of one weight pull, `load_deadline_s` its deadline; `codec`,
+    `keep_base`, `relay_port` and `partial_folder` are the `WeightLoader`'s. A lost manager
     is dialled again for `reconnect_s` seconds. An engine that has work and makes no progress for `stall_s` is given up.
     With `tls`, manager (https://) and weight store are both spoken to over TLS; a certificate in it that names the role
     of agents makes `token` superfluous.
@@ -102,21 +104,33 @@ class Agent:
         stall_s: float = 60.0,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         max_weight_bytes: int = DEFAULT_MAX_BYTES,
+        codec: str = "auto",
+        keep_base: bool = True,
+        relay_port: int | None = None,
+        partial_folder: Path | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._engine = engine
         self._url = agent_url(manager_url)
         self._token = token
         self._name = name
-        self._connections = connections
         self._load_deadline_s = load_deadline_s
         self._reconnect_s = reconnect_s
         self._stall_s = stall_s
         self._max_frame_bytes = max_frame_bytes
-        self._max_weight_bytes = max_weight_bytes
         self._tls = tls
         self._frame_limit = max_frame_bytes
         """Bytes of one frame in this session, either way."""
+        self._loader = WeightLoader(
+            token,
+            connections=connections,
+            max_bytes=max_weight_bytes,
+            codec=codec,
+            keep_base=keep_base,
+            relay_port=relay_port,
+            partial_folder=partial_folder,
+            tls=tls,
+        )
         self._leases = Leases()
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._sending = asyncio.Lock()
@@ -161,6 +175,7 @@ class Agent:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._loader.close()
 
     # ---- sessions
 
@@ -428,23 +443,14 @@ class Agent:
 
     async def _load(self, frame: LoadWeights) -> None:
         began = time.monotonic()
-        self._pulling = asyncio.create_task(
-            pull(
-                frame.source,
-                frame.version,
-                self._token,
-                connections=self._connections,
-                deadline_s=self._load_deadline_s,
-                max_bytes=self._max_weight_bytes,
-                transport=TcpTransport(self._token, tls=self._tls),
-            )
-        )
+        self._pulling = asyncio.create_task(self._loader.pull(frame.source, frame.version, self._load_deadline_s))
         try:
             staged = await self._pulling
         finally:
             self._pulling.cancel()
             self._pulling = None
         await self._swap_in(staged)
+        self._loader.serves(staged)
         load_s = time.monotonic() - began
         info = self._engine.info
         log.info("serves weight version %d after %.2f s", frame.version, load_s)
@@ -455,7 +461,7 @@ class Agent:
                 max_context_tokens=info.max_context_tokens,
                 max_running=info.max_running,
                 load_s=load_s,
-                bytes_fetched=sum(chunk.nbytes for chunk in staged.manifest.chunks),
+                bytes_fetched=staged.bytes_fetched,
             )
         )
 

@@ -1,15 +1,18 @@
 """A weight version's manifest: immutable, published last, parsed once at the door.
 
 A version is a manifest and its chunks. A chunk is a range of the version's byte stream: the tensors' raw
-little-endian bytes one after another in manifest order, cut every `chunk_bytes`. Codecs and bases have their fields
-here so that deltas need no new format.
+little-endian bytes one after another in manifest order, cut every `chunk_bytes` and wherever the dtype changes. One
+version travels in several encodings, each with a manifest of its own: what the tensors are is the same in all of them,
+what the chunks have on the wire is not. A manifest is signed with the run's token, so that what another instance
+passes on is the trainer's word.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -37,17 +40,42 @@ class ChunkEntry(msgspec.Struct, frozen=True, kw_only=True):
     """xxh3-64 of the bytes on the wire."""
 
 
+class Encoding(msgspec.Struct, frozen=True, array_like=True):
+    """One way that a version travels."""
+
+    version: int
+    codec: str = "raw"
+    base: int | None = None
+
+    def __str__(self) -> str:
+        to = "" if self.base is None else f" to version {self.base}"
+        return f"weight version {self.version} ({self.codec}{to})"
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     version: int
     codec: str
-    """"raw" is the only one so far."""
+    """raw, lossless or delta."""
     base: int | None
     """Version that the chunks are a difference to; None for a full version."""
+    base_digest: str = ""
+    """`digest` of that version: a number alone does not say which weights they are."""
     config_json: str
     """The model's Hugging Face config.json, so that an engine can be built from the manifest alone."""
     tensors: tuple[TensorEntry, ...]
     chunks: tuple[ChunkEntry, ...]
+    mac: bytes = b""
+    """HMAC-SHA256 of all the rest by the run's token."""
+
+    @property
+    def encoding(self) -> Encoding:
+        return Encoding(self.version, self.codec, self.base)
+
+    @property
+    def nbytes(self) -> int:
+        """On the wire."""
+        return sum(chunk.nbytes for chunk in self.chunks)
 
     @property
     def raw_nbytes(self) -> int:
@@ -75,6 +103,20 @@ def decode_manifest(data: bytes) -> Manifest:
         raise WeightError(f"not a weight manifest ({len(data)} bytes): {error}") from error
 
 
+def sign_manifest(manifest: Manifest, token: str) -> Manifest:
+    return msgspec.structs.replace(manifest, mac=_mac(manifest, token))
+
+
+def is_authentic(manifest: Manifest, token: str) -> bool:
+    """Whether somebody who holds the run's token wrote it; in constant time."""
+    return hmac.compare_digest(manifest.mac, _mac(manifest, token))
+
+
+def _mac(manifest: Manifest, token: str) -> bytes:
+    unsigned = _encoder.encode(msgspec.structs.replace(manifest, mac=b""))
+    return hmac.digest(token.encode(), b"penstock-weight-manifest\0" + unsigned, hashlib.sha256)
+
+
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
     """A whole version, verified, in host memory and not yet serving.
@@ -84,6 +126,12 @@ class StagedWeights:
 
     manifest: Manifest
     tensors: Mapping[str, memoryview]
+    stream: memoryview = field(default_factory=lambda: memoryview(b""))
+    """All tensors as one, where they lie so: what makes it a base for differences."""
+    steps: tuple[Encoding, ...] = ()
+    """The way it came."""
+    bytes_fetched: int = 0
+    """Over the wire, what came twice included."""
 
     @property
     def version(self) -> int:

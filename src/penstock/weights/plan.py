@@ -7,7 +7,7 @@ Decides nothing about sockets, threads or time. A manifest comes from a network 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import accumulate
 from math import prod
@@ -36,13 +36,20 @@ DTYPE_BYTES = {
 }
 """Bytes of one element, by the names of the safetensors format."""
 
-CODECS = ("raw",)
-"""Codecs that a puller of this version can decode."""
+CODECS = {"raw": False, "lossless": False, "delta": True}
+"""Codecs that a puller of this build can decode, and whether they need a base."""
+WIRE_SLACK_BYTES = 1024
+"""A coded chunk may be four times its raw size and so much: a difference to something wholly other is no smaller than
+three times. More is no encoding but an attack on memory."""
 
 MAX_TENSORS = 1_000_000
 MAX_CHUNKS = 1_000_000
+ELEMENT_BYTES = 8
+"""Of the widest dtype: chunks are cut at multiples of it from the beginning of their run, so elements stay whole."""
 MAX_CHUNK_BYTES = 1 << 30
 MAX_DIMENSIONS = 32
+MAX_BATCH = 1024
+"""Chunks asked for in one message."""
 
 
 @cache
@@ -62,6 +69,44 @@ def digest(data: Bytes) -> int:
 def cut(nbytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
     """Cuts a stream of `nbytes` in (offset, length) ranges of at most `chunk_bytes`; an empty stream has none."""
     return [(offset, min(chunk_bytes, nbytes - offset)) for offset in range(0, nbytes, chunk_bytes)]
+
+
+def dtype_runs(tensors: Iterable[TensorEntry]) -> list[tuple[int, int, str]]:
+    """(begin, end, dtype) of the longest ranges of the byte stream that have one dtype; empty tensors have none."""
+    runs: list[tuple[int, int, str]] = []
+    position = 0
+    for tensor in tensors:
+        if not tensor.nbytes:
+            continue
+        end = position + tensor.nbytes
+        if runs and runs[-1][2] == tensor.dtype:
+            runs[-1] = (runs[-1][0], end, tensor.dtype)
+        else:
+            runs.append((position, end, tensor.dtype))
+        position = end
+    return runs
+
+
+def cut_runs(tensors: Iterable[TensorEntry], chunk_bytes: int) -> list[tuple[int, int, str]]:
+    """(offset, length, dtype) of a version's chunks: of one dtype each, and with whole elements only."""
+    whole = max(ELEMENT_BYTES, chunk_bytes - chunk_bytes % ELEMENT_BYTES)
+    return [
+        (begin + offset, length, dtype)
+        for begin, end, dtype in dtype_runs(tensors)
+        for offset, length in cut(end - begin, whole)
+    ]
+
+
+def chunk_dtypes(manifest: Manifest) -> list[str]:
+    """The dtype of each chunk of a checked manifest."""
+    runs = iter(dtype_runs(manifest.tensors))
+    _, end, dtype = next(runs, (0, 0, ""))
+    dtypes = []
+    for chunk in manifest.chunks:
+        while chunk.offset >= end:
+            _, end, dtype = next(runs)
+        dtypes.append(dtype)
+    return dtypes
 
 
 def tensor_offsets(tensors: Iterable[TensorEntry]) -> list[int]:
@@ -89,8 +134,8 @@ def check_tensor(tensor: TensorEntry) -> None:
 def check_manifest(manifest: Manifest, version: int, max_bytes: int) -> None:
     """Checks an untrusted manifest in itself before anything is allocated for it.
 
-    Raises WeightError where it is of another version, uses an unknown codec or a base, is over `max_bytes`, or
-    where sizes, shapes and chunk ranges don't fit together.
+    Raises WeightError where it is of another version, uses an unknown codec, is over `max_bytes`, or where base,
+    sizes, shapes and chunk ranges don't fit together. `max_bytes` bounds the version in memory.
     """
     if manifest.version != version:
         raise WeightError(f"asked for weight version {version} and got the manifest of version {manifest.version}")
@@ -99,8 +144,8 @@ def check_manifest(manifest: Manifest, version: int, max_bytes: int) -> None:
             f"weight version {version} is coded as {manifest.codec!r}, which this build of Penstock does not know "
             f"(known: {_names(CODECS)}); use the same version of Penstock on both sides"
         )
-    if manifest.base is not None:
-        raise WeightError(f"weight version {version} is a difference to version {manifest.base}; only full versions go")
+    if CODECS[manifest.codec] != (manifest.base is not None):
+        raise WeightError(f"{manifest.encoding} has a base where its codec has none, or has none")
     if len(manifest.tensors) > MAX_TENSORS or len(manifest.chunks) > MAX_CHUNKS:
         raise WeightError(
             f"the manifest of version {version} lists {len(manifest.tensors)} tensors and {len(manifest.chunks)} "
@@ -119,17 +164,26 @@ def check_manifest(manifest: Manifest, version: int, max_bytes: int) -> None:
 
 def _check_chunks(manifest: Manifest) -> None:
     position = 0
+    runs = iter(dtype_runs(manifest.tensors))
+    begin, end, dtype = next(runs, (0, 0, "U8"))
     for index, chunk in enumerate(manifest.chunks):
+        what = f"chunk {index} of version {manifest.version}"
         if chunk.offset != position:
-            raise WeightError(f"chunk {index} of version {manifest.version} begins at {chunk.offset}, not {position}")
+            raise WeightError(f"{what} begins at {chunk.offset}, not {position}")
         if not 0 < chunk.raw_nbytes <= MAX_CHUNK_BYTES:
-            raise WeightError(f"chunk {index} of version {manifest.version} has {chunk.raw_nbytes} bytes")
-        if chunk.nbytes != chunk.raw_nbytes:
-            raise WeightError(
-                f"chunk {index} of version {manifest.version} is raw, and has {chunk.nbytes} bytes on the wire "
-                f"for {chunk.raw_nbytes}"
-            )
+            raise WeightError(f"{what} has {chunk.raw_nbytes} bytes")
+        most = 4 * chunk.raw_nbytes + WIRE_SLACK_BYTES
+        if manifest.codec == "raw" and chunk.nbytes != chunk.raw_nbytes:
+            raise WeightError(f"{what} is raw, and has {chunk.nbytes} bytes on the wire for {chunk.raw_nbytes}")
+        if not 0 < chunk.nbytes <= most:
+            raise WeightError(f"{what} has {chunk.nbytes} bytes on the wire for {chunk.raw_nbytes}")
+        if position == end and position:
+            begin, end, dtype = next(runs, (end, end, dtype))
         position += chunk.raw_nbytes
+        if position > end and end < manifest.raw_nbytes:
+            raise WeightError(f"{what} ends at {position}, beyond the last {dtype} at {end}")
+        if (position - begin) % DTYPE_BYTES[dtype]:
+            raise WeightError(f"{what} ends at {position}, within an element of {dtype}")
     if position != manifest.raw_nbytes:
         raise WeightError(
             f"the chunks of version {manifest.version} hold {position} bytes and its tensors {manifest.raw_nbytes}"
@@ -148,9 +202,12 @@ def split_tensors(manifest: Manifest, stream: memoryview) -> dict[str, memoryvie
     return {tensor.name: frozen[start : start + tensor.nbytes] for tensor, start in zip(manifest.tensors, offsets[:-1])}
 
 
-def check_tensors(manifest: Manifest, tensors: dict[str, memoryview]) -> None:
-    """The last word before a swap: every tensor's own checksum. Raises WeightError naming the tensor."""
-    for tensor in manifest.tensors:
+def check_tensors(manifest: Manifest, tensors: dict[str, memoryview], part: int = 0, parts: int = 1) -> None:
+    """The last word before a swap: every tensor's own checksum. Raises WeightError naming the tensor.
+
+    With `parts`, every so manieth tensor from the one at `part` on.
+    """
+    for tensor in manifest.tensors[part::parts]:
         found = digest(tensors[tensor.name])
         if found != tensor.xxh3:
             raise WeightError(
@@ -196,6 +253,18 @@ class ChunkQueue:
         self._taken.add(index)
         return index
 
+    def take_batch(self, nbytes: Sequence[int], most_bytes: int) -> list[int]:
+        """Chunks to ask for at once: at least one where any is pending, and no more than `most_bytes` beyond it."""
+        batch: list[int] = []
+        total = 0
+        while self._pending and len(batch) < MAX_BATCH:
+            total += nbytes[self._pending[0]]
+            if batch and total > most_bytes:
+                break
+            batch.append(self._pending.popleft())
+        self._taken.update(batch)
+        return batch
+
     def done(self, index: int) -> None:
         self._taken.remove(index)
         self._left -= 1
@@ -204,6 +273,11 @@ class ChunkQueue:
         """Its connection broke before it was whole."""
         self._taken.remove(index)
         self._pending.appendleft(index)
+
+    def here_already(self, index: int) -> None:
+        """It was fetched before this pull began."""
+        self._pending.remove(index)
+        self._left -= 1
 
     def bad(self, index: int) -> None:
         """It came whole and does not verify. Raises WeightError once it has been fetched too often."""

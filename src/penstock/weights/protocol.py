@@ -1,9 +1,10 @@
 """What a weight store and a puller say to each other; pure: messages, their coding, and the proof of the token.
 
-Order on a connection: Hello, Challenge, Proof, Accepted; then any number of requests, each answered in turn. A
-message is a msgpack map behind its length as uint32 (big-endian). ManifestReply and ChunkReply are followed by
-`nbytes` bytes without a frame of their own, so that a chunk goes from the store's buffer to the puller's without
-being copied in between.
+Order on a connection: Hello, Challenge, Proof, Accepted; then any number of requests, each answered in turn; a puller
+may send the next before it has the answer to the last. A message is a msgpack map behind its length as uint32
+(big-endian). ManifestReply and ChunkReply are followed by `nbytes` bytes without a frame of their own, so that a chunk
+goes from the store's buffer to the puller's without being copied in between. GetChunks is answered by one ChunkReply
+for each index, in that order.
 
 Both sides prove that they hold the run's token (HMAC-SHA256 over both nonces, RFC 2104); the token itself is never
 sent. Bytes are not encrypted: on a network that is not trusted, tunnel the port.
@@ -19,9 +20,10 @@ from typing import TypeVar
 import msgspec
 
 from penstock.errors import AuthError, FrameTooLarge, ProtocolMismatch, WeightError, WireError
+from penstock.weights.manifest import Encoding
 
 MAGIC = "penstock-weights"
-PROTOCOL = 1
+PROTOCOL = 2
 NONCE_BYTES = 32
 MAX_MESSAGE_BYTES = 16 * 1024
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
@@ -30,6 +32,10 @@ LENGTH = struct.Struct(">I")
 
 class LinkLost(WeightError):
     """The connection to a store broke or stalled; another try may succeed."""
+
+
+class NotReady(LinkLost):
+    """What was asked for is on its way and not there yet."""
 
 
 class NoSuchVersion(WeightError):
@@ -76,18 +82,54 @@ class Accepted(_Message, tag="accepted"):
     """The store's own proof."""
 
 
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """A verified version that a puller has in memory."""
+
+    version: int
+    digest: str
+    """`Manifest.digest`."""
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to a version: a full encoding, or deltas one after the other."""
+
+    steps: tuple[Encoding, ...]
+    nbytes: int
+    """On the wire; an estimate from samples where something is yet to be encoded."""
+    encode_s: float = 0.0
+    """Until the store has encoded what it has not yet; an estimate."""
+
+
+class GetOffers(_Message, tag="get_offers"):
+    version: int
+    held: tuple[Held, ...] = ()
+    wait_s: float = 0.0
+    """For a version that is being published."""
+
+
+class Offers(_Message, tag="offers"):
+    raw_nbytes: int
+    offers: tuple[Offer, ...]
+
+
 class GetManifest(_Message, tag="get_manifest"):
-    version: int
+    encoding: Encoding
+    wait_s: float = 0.0
+    """For a version that is being published or encoded."""
+    relay_port: int = 0
+    """Where the puller serves what it has of this encoding to others; 0 for nowhere."""
 
 
-class GetChunk(_Message, tag="get_chunk"):
-    version: int
-    index: int
+class GetChunks(_Message, tag="get_chunks"):
+    encoding: Encoding
+    indices: tuple[int, ...]
 
 
 class ManifestReply(_Message, tag="manifest"):
     nbytes: int
     xxh3: int
+    relay: str = ""
+    """host:port of an instance that has, or is getting, the same encoding; empty for none."""
 
 
 class ChunkReply(_Message, tag="chunk"):
@@ -100,8 +142,8 @@ class Refused(_Message, tag="refused"):
     message: str
 
 
-ToStore = Hello | Proof | GetManifest | GetChunk
-FromStore = Challenge | Accepted | ManifestReply | ChunkReply | Refused
+ToStore = Hello | Proof | GetOffers | GetManifest | GetChunks
+FromStore = Challenge | Accepted | Offers | ManifestReply | ChunkReply | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _to_store: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)

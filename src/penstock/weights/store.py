@@ -1,8 +1,10 @@
 """The trainer's weight store: holds a few versions in host memory and serves them to whoever proves the token.
 
-Decides which versions are kept: the newest `keep_versions`, and older ones while a connection still reads them.
-Refuses to know what the bytes mean. It runs in a thread of its own with its own event loop; while it serves, the
-interpreter's lock is free, because all the time goes into the kernel's send.
+Decides which versions are kept (the newest `keep_versions` within `keep_bytes`, and older ones while a connection still
+reads them) and what is encoded when: a version is hashed and encoded behind the trainer's back, on threads; a
+difference when the first agent that holds its base asks for it, and from then on as soon as a version is published.
+Refuses to know what the bytes mean. It serves in a thread of its own with its own event loop; while it does, the
+interpreter's lock is free, because the time goes into the kernel's send, into numpy and into zstd.
 """
 
 from __future__ import annotations
@@ -16,51 +18,32 @@ import ssl
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
-from penstock.errors import PortInUse, WeightError
-from penstock.tls import certificate_role
-from penstock.weights.manifest import ChunkEntry, Manifest, TensorEntry, encode_manifest
+from penstock.errors import MissingExtra, PortInUse, WeightError
+from penstock.weights.encodings import Encoded, Estimate, encode, estimate, raw_manifest_of
+from penstock.weights.manifest import Encoding, Manifest, TensorEntry, encode_manifest, sign_manifest
 from penstock.weights.memory import host_buffer
-from penstock.weights.plan import Bytes, check_tensor, cut, digest, tensor_offsets
-from penstock.weights.protocol import (
-    MAGIC,
-    NONCE_BYTES,
-    PROTOCOL,
-    Accepted,
-    Challenge,
-    ChunkReply,
-    FromStore,
-    GetChunk,
-    GetManifest,
-    Hello,
-    LinkLost,
-    ManifestReply,
-    Proof,
-    Refused,
-    decode_to_store,
-    encode_message,
-    prove,
-    proven,
-)
-from penstock.weights.tcp import IO_S, Framed, FramedSocket, format_address
-from penstock.weights.tls_socket import TlsSocket
+from penstock.weights.offers import offers_of
+from penstock.weights.plan import Bytes, check_tensor, cut_runs, digest, tensor_offsets
+from penstock.weights.protocol import GetOffers, NoSuchVersion, NotReady, Offers
+from penstock.weights.server import Lease, serve
+from penstock.weights.tcp import format_address
 
-AGENT = "agent"
-ROLES = frozenset((AGENT, "trainer", "operator"))
-
-MAX_CONNECTIONS = 1024
-"""More are turned away with "busy" and come back; a bound on what strangers can make the trainer hold."""
-HANDSHAKE_S = 10.0
-"""Whoever has not proven the token by then is no agent."""
 COPY_BYTES = 16 * 1024 * 1024
 """Copied at once while publishing; other threads of the trainer run in between."""
 STOP_S = 5.0
+SOON_S = 2.0
+KEEP_DELTAS = 64
+"""Encoded differences kept for chains, within the bytes of one version."""
 
 log = logging.getLogger(__name__)
 
 TensorSource = tuple[str, str, tuple[int, ...], Bytes]
 """Name, dtype as in safetensors, shape, and a contiguous buffer of the raw little-endian bytes."""
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -68,10 +51,33 @@ class _Version:
     """One version as it is served; never changed while it is in the store's table."""
 
     manifest: Manifest
-    encoded: bytes
-    encoded_xxh3: int
+    signed: bytes
     stream: memoryview
     readers: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Coded:
+    """An encoding as it is served."""
+
+    encoded: Encoded
+    signed: bytes
+
+
+class Publication:
+    """A version whose bytes are copied; its checksums come behind."""
+
+    def __init__(self, raw_nbytes: int, manifest: Future[Manifest]) -> None:
+        self.raw_nbytes = raw_nbytes
+        self._manifest = manifest
+
+    def manifest(self) -> Manifest:
+        """Waits until the version can be had."""
+        return self._manifest.result()
+
+    @property
+    def digest(self) -> str:
+        return self.manifest().digest
 
 
 class WeightStore:
@@ -79,7 +85,7 @@ class WeightStore:
 
     `host` and `port` are listened on (port 0 takes a free one); agents reach the store by `advertise` (a host, or
     host:port behind a port forwarding), by default `host`. With `tls`, pullers are spoken to over TLS, and one whose
-    verified certificate names an agent needs no token.
+    verified certificate names an agent needs no token. `threads` encode, beside what calls `publish`.
     """
 
     def __init__(
@@ -92,6 +98,8 @@ class WeightStore:
         keep_versions: int = 2,
         advertise: str = "",
         tls: ssl.SSLContext | None = None,
+        keep_bytes: int = 0,
+        threads: int = 0,
     ) -> None:
         if chunk_bytes < 1 or keep_versions < 1:
             raise ValueError(f"chunk_bytes={chunk_bytes} and keep_versions={keep_versions} must be at least 1")
@@ -101,15 +109,26 @@ class WeightStore:
         self._token = token
         self._chunk_bytes = chunk_bytes
         self._keep_versions = keep_versions
+        self._keep_bytes = keep_bytes
         self._advertise = advertise
         self._tls = tls
         self._lock = threading.Lock()
         self._versions: dict[int, _Version] = {}
+        self._pending: dict[int, Future[Manifest]] = {}
+        self._coded: dict[Encoding, Future[_Coded]] = {}
+        self._estimates: dict[Encoding, Estimate] = {}
+        self._relays: dict[Encoding, list[str]] = {}
+        self._deltas_wanted = False
         self._spare: memoryview | None = None
         self._counts: Counter[str] = Counter()
+        self._cores = threads or len(os.sched_getaffinity(0))
+        self._publishing = ThreadPoolExecutor(1, "weight-publish")
+        self._encoding = ThreadPoolExecutor(1, "weight-encode")
+        self._threads = ThreadPoolExecutor(self._cores, "weight-chunks")
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
+        self._closed = False
 
     def start(self) -> str:
         """Listens and returns the address that agents pull from. Raises PortInUse, or WeightError for a bad host."""
@@ -140,34 +159,75 @@ class WeightStore:
         with self._lock:
             return list(self._versions)
 
+    def encodings(self) -> list[Encoding]:
+        """What is encoded now beside the raw versions."""
+        with self._lock:
+            return [key for key, coded in self._coded.items() if coded.done() and coded.exception() is None]
+
     def counters(self) -> dict[str, int]:
         """What happened so far: connections, manifests, chunks and bytes served, refusals by kind, links lost."""
         with self._lock:
             return dict(self._counts)
 
     def publish(self, version: int, tensors: Iterable[TensorSource], config_json: str) -> Manifest:
-        """Copies `tensors` into host memory and makes them `version`, whole or not at all.
+        """Makes `tensors` version `version`, whole or not at all; it can be had when this returns.
 
         The buffers may change as soon as this returns. Raises WeightError for a version that was published before,
         a buffer whose size is not that of its dtype and shape, or a name given twice.
+        """
+        return self.publish_behind(version, tensors, config_json).manifest()
+
+    def publish_behind(self, version: int, tensors: Iterable[TensorSource], config_json: str) -> Publication:
+        """Copies `tensors` into host memory and returns; checksums are taken on a thread, and the manifest comes last.
+
+        Who asks for the version meanwhile waits. The buffers may change as soon as this returns. Raises as `publish`.
         """
         if self._thread is not None and not self._thread.is_alive():
             raise WeightError("the weight store's thread has died; its last words are in the log")
         if version < 0:
             raise WeightError(f"weight version {version} is impossible; versions count from 0")
+        done: Future[Manifest] = Future()
+        if self._closed:
+            raise WeightError("the weight store is closed")
         with self._lock:
-            if version in self._versions:
+            if version in self._versions or version in self._pending:
                 raise WeightError(f"weight version {version} is published already; a version never changes")
-        entries, sources = _described(tensors)
+            self._pending[version] = done
+        try:
+            entries, sources = _described(tensors)
+            offsets = tensor_offsets(entries)
+            stream = self._buffer(offsets[-1])
+            for start, source in zip(offsets, sources):
+                _copy(stream[start : start + len(source)], source)
+            self._publishing.submit(self._complete, version, entries, stream, config_json, done)
+        except BaseException:
+            with self._lock:
+                del self._pending[version]
+            raise
+        return Publication(offsets[-1], done)
+
+    def _complete(
+        self, version: int, entries: list[TensorEntry], stream: memoryview, config_json: str, done: Future[Manifest]
+    ) -> None:
+        try:
+            held = self._held_version(version, entries, stream, config_json)
+            with self._lock:
+                before = next(reversed(self._versions.values()), None)
+                self._versions[version] = held
+                del self._pending[version]
+                self._collect()
+                if self._deltas_wanted and not self._closed and before is not None:
+                    self._code_ahead(before.manifest, held.manifest)
+        except BaseException as error:
+            with self._lock:
+                self._pending.pop(version, None)
+            done.set_exception(error)
+            raise
+        done.set_result(held.manifest)
+
+    def _held_version(self, version: int, entries: list[TensorEntry], stream: memoryview, config_json: str) -> _Version:
         offsets = tensor_offsets(entries)
-        stream = self._buffer(offsets[-1])
-        for start, source in zip(offsets, sources):
-            _copy(stream[start : start + len(source)], source)
-        chunks = tuple(
-            ChunkEntry(offset=start, nbytes=size, raw_nbytes=size, xxh3=digest(stream[start : start + size]))
-            for start, size in cut(offsets[-1], self._chunk_bytes)
-        )
-        manifest = Manifest(
+        bare = Manifest(
             run=self._run,
             version=version,
             codec="raw",
@@ -183,22 +243,20 @@ class WeightStore:
                 )
                 for entry, start in zip(entries, offsets)
             ),
-            chunks=chunks,
+            chunks=(),
         )
-        encoded = encode_manifest(manifest)
-        held = _Version(manifest, encoded, digest(encoded), stream)
-        with self._lock:
-            if version in self._versions:
-                raise WeightError(f"weight version {version} was published by another thread meanwhile")
-            self._versions[version] = held
-            self._collect()
-        return manifest
+        raw = raw_manifest_of(bare, stream, cut_runs(entries, self._chunk_bytes))
+        manifest = sign_manifest(raw, self._token)
+        return _Version(manifest, encode_manifest(manifest), stream)
 
     def close(self) -> None:
         """Stops serving and closes every connection; a second call does nothing."""
         thread, loop, stop = self._thread, self._loop, self._stop
         if thread is None or loop is None or stop is None:
             return
+        self._closed = True
+        for pool in (self._publishing, self._encoding, self._threads):
+            pool.shutdown(wait=False, cancel_futures=True)
         if thread.is_alive():
             loop.call_soon_threadsafe(stop.set)
             thread.join(STOP_S)
@@ -208,9 +266,37 @@ class WeightStore:
 
     def _collect(self) -> None:
         """Forgets versions beyond the newest ones that nobody reads; the lock is held by the caller."""
-        for version in list(self._versions)[: -self._keep_versions]:
-            if not self._versions[version].readers:
+        held = list(self._versions)
+        nbytes = sum(version.stream.nbytes for version in self._versions.values())
+        for place, version in enumerate(held[:-1]):
+            over = len(held) - place > self._keep_versions or (self._keep_bytes and nbytes > self._keep_bytes)
+            if over and not self._versions[version].readers:
                 self._spare = self._versions.pop(version).stream
+                nbytes -= self._spare.nbytes
+        self._collect_coded()
+
+    def _collect_coded(self) -> None:
+        """Keeps differences for chains, as long as all of them are smaller than a version; the lock is held."""
+        newest = next(reversed(self._versions.values()), None)
+        left = newest.stream.nbytes if newest else 0
+        deltas = 0
+        for key in sorted(self._coded, key=lambda key: key.version, reverse=True):
+            coded = self._coded[key]
+            if not coded.done():
+                continue
+            if coded.exception() is not None:
+                del self._coded[key]
+            elif key.codec == "delta":
+                left -= coded.result().encoded.manifest.nbytes
+                deltas += 1
+                if left < 0 or deltas > KEEP_DELTAS:
+                    del self._coded[key]
+            elif key.version not in self._versions:
+                del self._coded[key]
+        oldest = min(self._versions, default=0)
+        for table in (self._estimates, self._relays):
+            for key in [key for key in table if key.version < oldest]:
+                del table[key]
 
     def _buffer(self, nbytes: int) -> memoryview:
         """Memory for a version: that of the last one collected where it fits, since fresh pages cost far more."""
@@ -218,53 +304,153 @@ class WeightStore:
             spare, self._spare = self._spare, None
         return spare if spare is not None and spare.nbytes == nbytes else host_buffer(nbytes)
 
-    def _count(self, what: str, amount: int = 1) -> None:
+    def _code_ahead(self, before: Manifest, now: Manifest) -> None:
+        """Begins the difference that agents will ask for; the lock is held by the caller."""
+        # Only while its base is there: a trainer that publishes faster than this encodes skips some.
+        if before.version in self._versions and _comparable(before, now):
+            self._code(Encoding(now.version, "delta", before.version))
+
+    def _code(self, key: Encoding) -> Future[_Coded]:
+        """The encoding, under way or done, begun by whoever wants it first; the lock is held by the caller."""
+        coded = self._coded.get(key)
+        if coded is not None and not (coded.done() and coded.exception() is not None):
+            return coded
+        held = self._versions.get(key.version)
+        base = None if key.base is None else self._versions.get(key.base)
+        if held is None or (key.base is not None and base is None):
+            raise NoSuchVersion(f"it does not hold {key} (held: {self._names()})")
+        if base is not None and not _comparable(base.manifest, held.manifest):
+            raise NoSuchVersion(f"it has no difference of version {key.version} to {key.base}: other tensors")
+        for one in (held, base):
+            if one is not None:
+                one.readers += 1
+        coded = self._coded[key] = self._encoding.submit(self._encode, key, held, base)
+        return coded
+
+    def _encode(self, key: Encoding, held: _Version, base: _Version | None) -> _Coded:
+        try:
+            encoded = encode(
+                held.manifest,
+                held.stream,
+                key.codec,
+                None if base is None else base.manifest,
+                None if base is None else base.stream,
+                self._threads if self._cores > 1 else None,
+            )
+            self.count(f"encoded_{key.codec}")
+            signed = encode_manifest(sign_manifest(encoded.manifest, self._token))
+            return _Coded(encoded, signed)
+        finally:
+            for one in (held, base):
+                if one is not None:
+                    self._release(one)
+
+    def _names(self) -> str:
+        return ", ".join(map(str, self._versions)) or "none"
+
+    def count(self, what: str, amount: int = 1) -> None:
         with self._lock:
             self._counts[what] += amount
 
+    # What is served; called in the store's own thread.
+
     async def _serve(self, listener: socket.socket, ready: threading.Event) -> None:
-        loop = asyncio.get_running_loop()
-        self._loop, self._stop = loop, asyncio.Event()
-        connections: set[asyncio.Task[None]] = set()
-        accepting = asyncio.create_task(self._accept(listener, connections))
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         ready.set()
-        stopping = asyncio.create_task(self._stop.wait())
-        await asyncio.wait((accepting, stopping), return_when=asyncio.FIRST_COMPLETED)
-        listener.close()
-        for task in (accepting, stopping, *connections):
-            task.cancel()
-        await asyncio.gather(accepting, stopping, *connections, return_exceptions=True)
-        if accepting.done() and not accepting.cancelled() and (error := accepting.exception()):
-            raise error
+        await serve(listener, self, self._token, self._tls, self._stop)
 
-    async def _accept(self, listener: socket.socket, connections: set[asyncio.Task[None]]) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
+    async def offers(self, ask: GetOffers) -> Offers:
+        await self._published(ask.version, ask.wait_s)
+        if ask.held:
+            await self._coded_soon(ask.version, min(ask.wait_s, SOON_S))
+        return await asyncio.to_thread(self._offers, ask)
+
+    def _offers(self, ask: GetOffers) -> Offers:
+        with self._lock:
+            held = self._versions.get(ask.version)
+            if held is None:
+                raise NoSuchVersion(f"it does not hold weight version {ask.version} (held: {self._names()})")
+            held.readers += 1
+            bases = {
+                one.version: self._versions[one.version]
+                for one in ask.held
+                if one.version in self._versions and self._versions[one.version].manifest.digest == one.digest
+            }
+            bases = {version: base for version, base in bases.items() if _comparable(base.manifest, held.manifest)}
+            for base in bases.values():
+                base.readers += 1
+        try:
+            wanted = [Encoding(ask.version, "lossless"), *(Encoding(ask.version, "delta", base) for base in bases)]
+            estimates = {key: found for key in wanted if (found := self._estimated(key, held, bases)) is not None}
+            return offers_of(ask, held.manifest.raw_nbytes, self._ready(), estimates)
+        finally:
+            for one in (held, *bases.values()):
+                self._release(one)
+
+    def _ready(self) -> dict[Encoding, Manifest]:
+        with self._lock:
+            return {
+                key: coded.result().encoded.manifest
+                for key, coded in self._coded.items()
+                if coded.done() and coded.exception() is None
+            }
+
+    def _estimated(self, key: Encoding, held: _Version, bases: dict[int, _Version]) -> Estimate | None:
+        found = self._estimates.get(key)
+        if found is None:
+            base = None if key.base is None else bases[key.base].stream
             try:
-                sock, peer = await loop.sock_accept(listener)
-            except OSError as error:
-                # Out of file descriptors, or a peer that left before it was accepted: neither ends the store.
-                self._count("accept_failed")
-                log.warning("the weight store could not accept a connection: %s", error)
-                await asyncio.sleep(0.1)
-                continue
-            self._count("connections")
-            reader = _Reader(self, sock, f"the agent at {peer[0]}:{peer[1]}")
-            task = asyncio.create_task(reader.run(busy=len(connections) >= MAX_CONNECTIONS))
-            connections.add(task)
-            task.add_done_callback(connections.discard)
-            task.add_done_callback(self._ended)
+                found = estimate(held.manifest, held.stream, key.codec, base)
+            except MissingExtra as error:
+                log.warning("weights are offered raw alone: %s", error)
+                return None
+            self._estimates[key] = found
+        return Estimate(found.nbytes, found.encode_s / self._cores)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()):
-            self._count("connections_failed")
-            log.error("a connection of the weight store failed", exc_info=error)
+    async def open(self, encoding: Encoding, wait_s: float) -> Lease:
+        if encoding.codec == "raw":
+            await self._published(encoding.version, wait_s)
+            held = self._hold(encoding.version)
+            return _RawLease(self, held)
+        if encoding.codec not in ("lossless", "delta"):
+            raise NoSuchVersion(f"it knows no codec {encoding.codec!r}")
+        with self._lock:
+            if encoding.codec == "delta":
+                self._deltas_wanted = True
+        await self._published(encoding.version, wait_s)
+        with self._lock:
+            coding = self._code(encoding)
+        return _CodedLease(await _within(coding, wait_s, f"{encoding} is being encoded"))
 
-    def _hold(self, version: int) -> _Version | None:
+    def relay(self, encoding: Encoding, address: str) -> str:
+        """Each who passes an encoding on is given the one that asked before it, so that they form a chain."""
+        with self._lock:
+            relays = self._relays.setdefault(encoding, [])
+            if address and address not in relays:
+                relays.append(address)
+                return relays[-2] if len(relays) > 1 else ""
+            place = relays.index(address) if address else len(relays)
+            return relays[place - 1] if place else ""
+
+    async def _coded_soon(self, version: int, wait_s: float) -> None:
+        """A difference that is being encoded is worth a moment: without it a chain would seem broken."""
+        with self._lock:
+            coding = [coded for key, coded in self._coded.items() if key.version == version and not coded.done()]
+        if coding:
+            await asyncio.wait([asyncio.wrap_future(one) for one in coding], timeout=wait_s)
+
+    async def _published(self, version: int, wait_s: float) -> None:
+        with self._lock:
+            pending = self._pending.get(version)
+        if pending is not None:
+            await _within(pending, wait_s, f"weight version {version} is being published")
+
+    def _hold(self, version: int) -> _Version:
         with self._lock:
             held = self._versions.get(version)
-            if held is not None:
-                held.readers += 1
+            if held is None:
+                raise NoSuchVersion(f"it does not hold weight version {version} (held: {self._names()})")
+            held.readers += 1
             return held
 
     def _release(self, held: _Version) -> None:
@@ -273,132 +459,52 @@ class WeightStore:
             self._collect()
 
 
-class _Reader:
-    """One connection: hands shaken, then requests answered in turn. Holds the version that it reads."""
+class _RawLease:
+    """A raw version, straight from the trainer's copy, which is kept as long as this is open."""
 
-    def __init__(self, store: WeightStore, sock: socket.socket, peer: str) -> None:
+    def __init__(self, store: WeightStore, held: _Version) -> None:
         self._store = store
-        self._socket = sock
-        self._peer = peer
-        self._framed: Framed
-        self._role = ""
-        """What the puller's certificate calls it."""
-        self._held: _Version | None = None
+        self._held = held
+        self.manifest = held.signed
+        self.chunks = len(held.manifest.chunks)
 
-    async def run(self, busy: bool) -> None:
-        try:
-            await self._open()
-        except LinkLost:
-            self._store._count("handshakes_failed")
-            return
-        except BaseException:
-            self._socket.close()
-            raise
-        try:
-            if busy:
-                await self._refuse("busy", f"it serves {MAX_CONNECTIONS} connections already")
-            else:
-                async with asyncio.timeout(HANDSHAKE_S):
-                    welcome = await self._welcome()
-                while welcome and await self._answer():
-                    pass
-        except LinkLost:
-            # A puller that is done closes its connections, and one that died looks the same from here. One that asks
-            # for nothing is closed by the socket's own deadline, so that it holds no old version in memory.
-            self._store._count("links_closed")
-        except TimeoutError:
-            self._store._count("handshakes_late")
-        except WeightError as error:
-            self._store._count("bad_messages")
-            log.warning("the weight store closed a connection: %s", error)
-        finally:
-            self._framed.close()
-            if self._held is not None:
-                self._store._release(self._held)
+    async def chunk(self, index: int) -> Bytes:
+        chunk = self._held.manifest.chunks[index]
+        return self._held.stream[chunk.offset : chunk.offset + chunk.nbytes]
 
-    async def _open(self) -> None:
-        tls = self._store._tls
-        if tls is None:
-            self._framed = FramedSocket(self._socket, self._peer)
-            return
-        secured = self._framed = await TlsSocket.accept(self._socket, self._peer, tls, IO_S)
-        self._role = certificate_role(secured.certificate or {}, ROLES)
+    def close(self) -> None:
+        self._store._release(self._held)
 
-    async def _welcome(self) -> bool:
-        hello = decode_to_store(await self._framed.read_message())
-        if not isinstance(hello, Hello) or hello.magic != MAGIC or len(hello.nonce) != NONCE_BYTES:
-            return await self._refuse("request", "that is not how a puller says hello")
-        if hello.protocol != PROTOCOL:
-            return await self._refuse(
-                "protocol",
-                f"it speaks weight protocol {PROTOCOL} and the puller {hello.protocol}; "
-                "use the same version of Penstock on both sides",
-            )
-        nonce = os.urandom(NONCE_BYTES)
-        await self._send(Challenge(protocol=PROTOCOL, nonce=nonce))
-        proof = decode_to_store(await self._framed.read_message())
-        if self._role not in ("", AGENT):
-            return await self._refuse("token", f"that certificate is a {self._role}'s, and this door is for agents")
-        token = self._proven_token(proof.mac, hello.nonce, nonce) if isinstance(proof, Proof) else None
-        if token is None:
-            return await self._refuse("token", "the token is not that of this run (PENSTOCK_TOKEN)")
-        await self._send(Accepted(mac=prove(token, "store", hello.nonce, nonce)))
-        return True
 
-    def _proven_token(self, mac: bytes, nonce: bytes, own_nonce: bytes) -> str | None:
-        """The token that the puller has proven; for one known by its certificate the empty one will do."""
-        held = self._store._token
-        allowed = ([held] if held else []) + ([""] if self._role == AGENT else [])
-        return next((token for token in allowed if proven(token, "puller", nonce, own_nonce, mac)), None)
+class _CodedLease:
+    """An encoding; its bytes live as long as somebody refers to them."""
 
-    async def _answer(self) -> bool:
-        request = decode_to_store(await self._framed.read_message())
-        if isinstance(request, GetManifest):
-            return await self._send_manifest(request.version)
-        if isinstance(request, GetChunk):
-            return await self._send_chunk(request.version, request.index)
-        return await self._refuse("request", f"a {type(request).__name__} is no request")
+    def __init__(self, coded: _Coded) -> None:
+        self._chunks = coded.encoded.chunks
+        self.manifest = coded.signed
+        self.chunks = len(self._chunks)
 
-    async def _send_manifest(self, version: int) -> bool:
-        held = self._hold(version)
-        if held is None:
-            return await self._no_such(version)
-        await self._send(ManifestReply(nbytes=len(held.encoded), xxh3=held.encoded_xxh3))
-        await self._framed.send(held.encoded)
-        self._store._count("manifests")
-        return True
+    async def chunk(self, index: int) -> Bytes:
+        return self._chunks[index]
 
-    async def _send_chunk(self, version: int, index: int) -> bool:
-        held = self._hold(version)
-        if held is None:
-            return await self._no_such(version)
-        if not 0 <= index < len(held.manifest.chunks):
-            return await self._refuse("request", f"version {version} has no chunk {index}")
-        chunk = held.manifest.chunks[index]
-        await self._send(ChunkReply(nbytes=chunk.nbytes))
-        await self._framed.send(held.stream[chunk.offset : chunk.offset + chunk.nbytes])
-        self._store._count("chunks")
-        self._store._count("bytes", chunk.nbytes)
-        return True
+    def close(self) -> None:
+        self._chunks = ()
 
-    def _hold(self, version: int) -> _Version | None:
-        if self._held is None or self._held.manifest.version != version:
-            before, self._held = self._held, self._store._hold(version)
-            if before is not None:
-                self._store._release(before)
-        return self._held
 
-    async def _no_such(self, version: int) -> bool:
-        held = ", ".join(map(str, self._store.versions())) or "none"
-        return await self._refuse("version", f"it does not hold weight version {version} (held: {held})")
+async def _within(future: Future[T], wait_s: float, what: str) -> T:
+    """The future's result. Raises NotReady where it takes longer, WeightError where the work behind it failed."""
+    if future.done() and not future.cancelled() and future.exception() is None:
+        return future.result()
+    try:
+        async with asyncio.timeout(wait_s):
+            return await asyncio.shield(asyncio.wrap_future(future))
+    except TimeoutError:
+        raise NotReady(f"{what}, and not ready after {wait_s:g} s") from None
 
-    async def _refuse(self, kind: str, message: str) -> bool:
-        self._store._count(f"refused_{kind}")
-        await self._send(Refused(kind=kind, message=message))
-        return False
 
-    async def _send(self, message: FromStore) -> None:
-        await self._framed.send(encode_message(message))
+def _comparable(one: Manifest, other: Manifest) -> bool:
+    """Whether one can be a difference to the other: the same tensors, apart from their values."""
+    return [(t.name, t.dtype, t.shape) for t in one.tensors] == [(t.name, t.dtype, t.shape) for t in other.tensors]
 
 
 def _described(tensors: Iterable[TensorSource]) -> tuple[list[TensorEntry], list[memoryview]]:

@@ -10,9 +10,11 @@ import asyncio
 import os
 import socket
 import ssl
+from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.errors import WeightError
+from penstock.weights.manifest import Encoding
 from penstock.weights.plan import digest
 from penstock.weights.protocol import (
     LENGTH,
@@ -25,11 +27,14 @@ from penstock.weights.protocol import (
     Challenge,
     ChunkReply,
     FromStore,
-    GetChunk,
+    GetChunks,
     GetManifest,
+    GetOffers,
+    Held,
     Hello,
     LinkLost,
     ManifestReply,
+    Offers,
     OtherProtocol,
     Proof,
     Refused,
@@ -52,10 +57,20 @@ IO_S = 20.0
 class WeightLink(Protocol):
     """One connection to whatever holds weight versions. Raises LinkLost where another try may succeed."""
 
-    async def manifest(self, version: int) -> bytes: ...
+    async def offers(self, version: int, held: Sequence[Held], wait_s: float) -> Offers:
+        """How `version` can be had by one that holds `held`; waits for one that is being published."""
+        ...
 
-    async def chunk_into(self, version: int, index: int, into: memoryview) -> None:
-        """Fills `into` with the chunk's bytes as they are on the wire; they are not verified yet."""
+    async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
+        """The encoding's manifest, not believed yet, and the address of an instance that has it too, or empty."""
+        ...
+
+    async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
+        """Asks for chunks; each then has to be read, in that order, with `chunk_into`."""
+        ...
+
+    async def chunk_into(self, index: int, into: memoryview) -> None:
+        """Fills `into` with the bytes of the next chunk asked for, `index`; they are not verified yet."""
         ...
 
     def close(self) -> None: ...
@@ -64,7 +79,7 @@ class WeightLink(Protocol):
 class WeightTransport(Protocol):
     """How a puller reaches a source; TCP here, shared memory and Mooncake behind the same door later."""
 
-    async def connect(self, source: str) -> WeightLink: ...
+    async def connect(self, source: str, connect_s: float = CONNECT_S) -> WeightLink: ...
 
 
 class Framed(Protocol):
@@ -74,7 +89,9 @@ class Framed(Protocol):
 
     async def read_into(self, into: memoryview) -> None: ...
 
-    async def read_message(self) -> memoryview: ...
+    async def read_message(self, wait_s: float = 0.0) -> memoryview:
+        """`wait_s` is granted for the first byte, beyond the deadline for any other."""
+        ...
 
     def close(self) -> None: ...
 
@@ -103,12 +120,12 @@ class FramedSocket:
             except OSError as error:
                 raise LinkLost(f"the connection to {self._peer} broke: {error}") from error
 
-    async def read_into(self, into: memoryview) -> None:
+    async def read_into(self, into: memoryview, wait_s: float = 0.0) -> None:
         """Fills all of `into`."""
         filled = 0
         while filled < len(into):
             try:
-                async with asyncio.timeout(self._io_s):
+                async with asyncio.timeout(self._io_s + wait_s):
                     got = await self._loop.sock_recv_into(self._socket, into[filled:])
             except TimeoutError:
                 raise LinkLost(f"{self._peer} sent no byte for {self._io_s:g} s") from None
@@ -118,10 +135,10 @@ class FramedSocket:
                 raise LinkLost(f"{self._peer} closed the connection")
             filled += got
 
-    async def read_message(self) -> memoryview:
+    async def read_message(self, wait_s: float = 0.0) -> memoryview:
         """The bytes of the next message. Raises BadLength before reading one over the limit."""
         header = bytearray(LENGTH.size)
-        await self.read_into(memoryview(header))
+        await self.read_into(memoryview(header), wait_s)
         body = memoryview(bytearray(message_length(header)))
         await self.read_into(body)
         return body
@@ -138,14 +155,14 @@ class TcpTransport:
         self._io_s = io_s
         self._tls = tls
 
-    async def connect(self, source: str) -> TcpLink:
+    async def connect(self, source: str, connect_s: float = CONNECT_S) -> TcpLink:
         """Raises LinkLost, TokenRefused, OtherProtocol or another WeightError."""
         host, port = parse_address(source)
         try:
-            async with asyncio.timeout(CONNECT_S):
+            async with asyncio.timeout(connect_s):
                 sock = await _open(host, port)
         except TimeoutError:
-            raise LinkLost(f"no connection to the weight store at {source} within {CONNECT_S:g} s") from None
+            raise LinkLost(f"no connection to the weight store at {source} within {connect_s:g} s") from None
         except OSError as error:
             raise LinkLost(f"no connection to the weight store at {source}: {error}") from error
         peer = f"the weight store at {source}"
@@ -186,8 +203,14 @@ class TcpLink:
         if not proven(token, "store", nonce, challenge.nonce, accepted.mac):
             raise TokenRefused(f"the weight store at {self._source} does not hold this run's token")
 
-    async def manifest(self, version: int) -> bytes:
-        reply = await self._ask(GetManifest(version=version))
+    async def offers(self, version: int, held: Sequence[Held], wait_s: float) -> Offers:
+        reply = await self._ask(GetOffers(version=version, held=tuple(held), wait_s=wait_s), wait_s)
+        if not isinstance(reply, Offers):
+            raise BadMessage(f"{self._source} answered a request for offers with {type(reply).__name__}")
+        return reply
+
+    async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
+        reply = await self._ask(GetManifest(encoding=encoding, wait_s=wait_s, relay_port=relay_port), wait_s)
         if not isinstance(reply, ManifestReply):
             raise BadMessage(f"{self._source} answered a manifest request with {type(reply).__name__}")
         if not 0 < reply.nbytes <= MAX_MANIFEST_BYTES:
@@ -195,26 +218,31 @@ class TcpLink:
         body = bytearray(reply.nbytes)
         await self._framed.read_into(memoryview(body))
         if digest(body) != reply.xxh3:
-            raise LinkLost(f"the manifest of version {version} from {self._source} came with a wrong checksum")
-        return bytes(body)
+            raise LinkLost(f"the manifest of {encoding} from {self._source} came with a wrong checksum")
+        return bytes(body), reply.relay
 
-    async def chunk_into(self, version: int, index: int, into: memoryview) -> None:
-        reply = await self._ask(GetChunk(version=version, index=index))
+    async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
+        await self._framed.send(encode_message(GetChunks(encoding=encoding, indices=tuple(indices))))
+
+    async def chunk_into(self, index: int, into: memoryview) -> None:
+        reply = await self._reply()
         if not isinstance(reply, ChunkReply):
             raise BadMessage(f"{self._source} answered a chunk request with {type(reply).__name__}")
         if reply.nbytes != len(into):
             raise WeightError(
-                f"{self._source} sends {reply.nbytes} bytes for chunk {index} of version {version}, which the "
-                f"manifest gives {len(into)}"
+                f"{self._source} sends {reply.nbytes} bytes for chunk {index}, which the manifest gives {len(into)}"
             )
         await self._framed.read_into(into)
 
     def close(self) -> None:
         self._framed.close()
 
-    async def _ask(self, message: ToStore) -> FromStore:
+    async def _ask(self, message: ToStore, wait_s: float = 0.0) -> FromStore:
         await self._framed.send(encode_message(message))
-        reply = decode_from_store(await self._framed.read_message())
+        return await self._reply(wait_s)
+
+    async def _reply(self, wait_s: float = 0.0) -> FromStore:
+        reply = decode_from_store(await self._framed.read_message(wait_s))
         if isinstance(reply, Refused):
             raise refusal(reply, self._source)
         return reply

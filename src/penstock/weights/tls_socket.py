@@ -72,12 +72,12 @@ class TlsSocket:
             except OSError as error:
                 raise _trouble(f"the connection to {self._peer} broke", error) from error
 
-    async def read_into(self, into: memoryview) -> None:
+    async def read_into(self, into: memoryview, wait_s: float = 0.0) -> None:
         """Fills all of `into`."""
         filled = 0
         while filled < len(into):
             try:
-                async with asyncio.timeout(self._io_s):
+                async with asyncio.timeout(self._io_s + wait_s):
                     data = await self._reader.read(min(len(into) - filled, PIECE_BYTES))
             except TimeoutError:
                 raise LinkLost(f"{self._peer} sent no byte for {self._io_s:g} s") from None
@@ -88,10 +88,10 @@ class TlsSocket:
             into[filled : filled + len(data)] = data
             filled += len(data)
 
-    async def read_message(self) -> memoryview:
+    async def read_message(self, wait_s: float = 0.0) -> memoryview:
         """The bytes of the next message. Raises BadLength before reading one over the limit."""
         header = bytearray(LENGTH.size)
-        await self.read_into(memoryview(header))
+        await self.read_into(memoryview(header), wait_s)
         body = memoryview(bytearray(message_length(header)))
         await self.read_into(body)
         return body

@@ -1,0 +1,106 @@
+"""How an agent comes by weights: one pull at a time, and the version that it keeps to apply the next difference to.
+
+Decides when the base moves (once the engine serves the new version, never before) and when it is given up (where memory
+is short). How a version is fetched and verified is in `penstock.weights`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+from pathlib import Path
+
+from penstock.weights.choose import CODEC_CHOICES, Rates
+from penstock.weights.manifest import StagedWeights
+from penstock.weights.puller import DEFAULT_MAX_BYTES, NoMemory, pull
+from penstock.weights.relay import Relay
+from penstock.weights.tcp import TcpTransport
+
+__all__ = ["WeightLoader"]
+
+log = logging.getLogger("penstock.agent")
+
+
+class WeightLoader:
+    """Pulls versions for one engine.
+
+    `codec` fixes how weights travel (auto measures). With `keep_base`, the version that serves stays in host memory, so
+    that the next one can come as a difference; without, each comes in full. With `relay_port` (None for no relay, 0
+    for any free port) this machine passes weights on to others. What is cut goes on from `partial_folder`, where given.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        *,
+        connections: int = 2,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        codec: str = "auto",
+        keep_base: bool = True,
+        relay_port: int | None = None,
+        partial_folder: Path | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        if codec not in CODEC_CHOICES:
+            raise ValueError(f"codec={codec!r} is not one of {', '.join(CODEC_CHOICES)}")
+        self._token = token
+        self._connections = connections
+        self._max_bytes = max_bytes
+        self._codec = codec
+        self._keeps = keep_base and codec in ("auto", "delta")
+        self._relay_port = relay_port
+        self._partial_folder = partial_folder
+        self._tls = tls
+        self._relay: Relay | None = None
+        self._rates = Rates(cores=len(os.sched_getaffinity(0)))
+        self._base: StagedWeights | None = None
+
+    @property
+    def base(self) -> StagedWeights | None:
+        """The version that differences are applied to: one that the engine has served."""
+        return self._base
+
+    @property
+    def relay(self) -> Relay | None:
+        return self._relay
+
+    async def pull(self, source: str, version: int, deadline_s: float) -> StagedWeights:
+        """A whole version, verified. Raises WeightError."""
+        try:
+            return await self._pull(source, version, deadline_s)
+        except NoMemory as error:
+            if self._base is None:
+                raise
+            log.warning("%s; the base of differences is given up for it", error)
+            self._base = None
+        return await self._pull(source, version, deadline_s)
+
+    async def _pull(self, source: str, version: int, deadline_s: float) -> StagedWeights:
+        if self._relay is None and self._relay_port is not None:
+            relay = Relay(self._token, port=self._relay_port)
+            relay.start()
+            self._relay = relay
+        return await pull(
+            source,
+            version,
+            self._token,
+            connections=self._connections,
+            deadline_s=deadline_s,
+            max_bytes=self._max_bytes,
+            transport=TcpTransport(self._token, tls=self._tls),
+            codec=self._codec,
+            base=self._base,
+            rates=self._rates,
+            relay=self._relay,
+            partial=self._partial_folder,
+        )
+
+    def serves(self, staged: StagedWeights) -> None:
+        """The engine serves `staged`: only now is it what differences are applied to."""
+        self._base = staged if self._keeps else None
+
+    async def close(self) -> None:
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            await relay.close()

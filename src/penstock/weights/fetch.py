@@ -1,0 +1,193 @@
+"""Fetching one encoding: its chunks over several connections, each verified, decoded on threads as others arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Protocol
+
+from penstock.errors import WeightError
+from penstock.weights.choose import Rates
+from penstock.weights.encodings import codec_of, decode_chunk
+from penstock.weights.manifest import Manifest
+from penstock.weights.partial import Partial
+from penstock.weights.plan import Bytes, ChunkQueue, check_chunk, chunk_dtypes
+from penstock.weights.protocol import LinkLost
+from penstock.weights.relay import Relay
+from penstock.weights.tcp import WeightLink
+
+__all__ = ["Connection", "Fetch"]
+
+CHUNK_RETRIES = 3
+"""Times that a chunk with a wrong checksum is fetched again: line noise passes, a broken store doesn't."""
+AHEAD_BYTES = 4 << 20
+"""Asked for and not here yet, on one connection: so much is on its way on 10 Gb/s with 3 ms, or 1 Gb/s with 30 ms."""
+SHARES = 4
+"""A small version is asked for in so many parts a connection, so that a fast one can take over from a slow one."""
+
+
+class Connection(Protocol):
+    """A link that can be opened again."""
+
+    @property
+    def on_relay(self) -> bool: ...
+
+    async def link(self) -> WeightLink: ...
+
+    async def broke(self, error: WeightError) -> None: ...
+
+
+class Fetch:
+    """One encoding on its way into `staging`. `base` has what a difference is applied to; it may be `staging`."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        base: memoryview | None,
+        staging: memoryview,
+        threads: Executor,
+        rates: Rates,
+        note: Callable[[str], None],
+    ) -> None:
+        self._manifest = manifest
+        self._encoding = manifest.encoding
+        self._base = base
+        self._staging = staging
+        self._threads = threads
+        self._rates = rates
+        self._note = note
+        self._coder = None if manifest.codec == "raw" else codec_of(manifest.codec)
+        self._dtypes = chunk_dtypes(manifest)
+        self._nbytes = [chunk.nbytes for chunk in manifest.chunks]
+        self._queue = ChunkQueue(len(manifest.chunks), CHUNK_RETRIES)
+        self._changed = asyncio.Event()
+        self._decoding: set[asyncio.Future[float]] = set()
+        self._decode_s = 0.0
+        self._failed = False
+        self._relay: Relay | None = None
+        self._kept: Partial | None = None
+        self._began = time.perf_counter()
+        self._last = self._began
+        self.bytes_fetched = 0
+        """Of chunks that came whole, each time that they did."""
+
+    def progress(self) -> str:
+        return f"{self._queue.chunks - self._queue.left} of {self._queue.chunks} chunks came"
+
+    def pass_on(self, relay: Relay | None, signed: bytes) -> None:
+        """What comes is passed on by `relay`."""
+        self._relay = relay
+        if relay is not None:
+            relay.expect(self._encoding, signed, len(self._manifest.chunks))
+
+    async def take_kept(self, kept: Partial | None) -> None:
+        """Takes what an earlier pull left on disk, and leaves there what comes."""
+        if kept is None:
+            return
+        for index in kept.indices():
+            data = await asyncio.to_thread(kept.get, index)
+            if data is None:
+                continue
+            into = self._buffer(index)
+            into[:] = data
+            self._queue.here_already(index)
+            self._take(index, into)
+        self._kept = kept
+
+    async def run(self, connection: Connection) -> None:
+        """Fetches chunks until none is left; waits while others hold the last ones, which may come back."""
+        asked: deque[int] = deque()
+        while self._queue.left:
+            try:
+                link = await connection.link()
+                await self._ask_ahead(link, asked)
+                if not asked:
+                    # While this one connected, the others may have come to the end.
+                    if self._queue.left:
+                        self._changed.clear()
+                        await self._changed.wait()
+                    continue
+                into = self._buffer(asked[0])
+                await link.chunk_into(asked[0], into)
+            except WeightError as error:
+                if not isinstance(error, LinkLost) and not connection.on_relay:
+                    raise
+                self._put_back(asked)
+                await connection.broke(error)
+                continue
+            index = asked.popleft()
+            self.bytes_fetched += len(into)
+            if check_chunk(self._manifest.chunks[index], into):
+                self._queue.done(index)
+                self._last = time.perf_counter()
+                self._take(index, into)
+                if self._kept is not None:
+                    await asyncio.to_thread(self._kept.put, index, into)
+            else:
+                self._note(f"chunk {index} came with a wrong checksum")
+                self._queue.bad(index)
+                if connection.on_relay:
+                    self._put_back(asked)
+                    await connection.broke(WeightError(f"chunk {index} from a relay came with a wrong checksum"))
+            self._changed.set()
+            while len(self._decoding) > 4 * self._rates.cores and not self._failed:
+                await asyncio.wait(self._decoding, return_when=asyncio.FIRST_COMPLETED)
+
+    async def finish(self) -> None:
+        """Waits for the decoding. Raises WeightError for a chunk that is not of its codec."""
+        if self._decoding:
+            await asyncio.gather(*self._decoding)
+        self._rates.fetched(self.bytes_fetched, self._last - self._began)
+        if self._coder is not None:
+            self._rates.decoded(self._coder.name, self._manifest.raw_nbytes, self._decode_s)
+
+    async def _ask_ahead(self, link: WeightLink, asked: deque[int]) -> None:
+        on_its_way = sum(self._nbytes[index] for index in asked)
+        share = self._manifest.nbytes // SHARES
+        if on_its_way >= min(AHEAD_BYTES, max(share, 1)):
+            return
+        batch = self._queue.take_batch(self._nbytes, max(1, min(AHEAD_BYTES - on_its_way, share)))
+        if batch:
+            asked.extend(batch)
+            await link.ask_chunks(self._encoding, batch)
+
+    def _put_back(self, asked: deque[int]) -> None:
+        while asked:
+            self._queue.put_back(asked.pop())
+        self._changed.set()
+
+    def _buffer(self, index: int) -> memoryview:
+        chunk = self._manifest.chunks[index]
+        if self._coder is None:
+            return self._staging[chunk.offset : chunk.offset + chunk.raw_nbytes]
+        return memoryview(bytearray(chunk.nbytes))
+
+    def _take(self, index: int, data: memoryview) -> None:
+        """A verified chunk: into its place, and passed on."""
+        if self._relay is not None:
+            self._relay.put(self._encoding, index, data.toreadonly())
+        if self._coder is not None:
+            decoding = asyncio.get_running_loop().run_in_executor(self._threads, self._decode, index, data)
+            self._decoding.add(decoding)
+            decoding.add_done_callback(self._decoded)
+
+    def _decode(self, index: int, data: Bytes) -> float:
+        """Returns the seconds that it took."""
+        began = time.perf_counter()
+        coder = self._coder
+        if coder is not None:
+            decode_chunk(coder, self._dtypes[index], self._manifest.chunks[index], data, self._base, self._staging)
+        return time.perf_counter() - began
+
+    def _decoded(self, decoding: asyncio.Future[float]) -> None:
+        if decoding.cancelled():
+            return
+        if decoding.exception() is None:
+            self._decoding.discard(decoding)
+            self._decode_s += decoding.result()
+        else:
+            # Left where `finish` finds it.
+            self._failed = True

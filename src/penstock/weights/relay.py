@@ -1,0 +1,132 @@
+"""An instance passes on what it has of a version, so that the trainer's link carries it about once.
+
+Serves the encodings of the newest versions, chunk by chunk as they come in and verify: whoever asks for one that is on
+its way waits. Behind the same token as the trainer's store; what it says is believed no more than any wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from dataclasses import dataclass, field
+
+from penstock.errors import WeightError
+from penstock.weights.manifest import Encoding
+from penstock.weights.plan import Bytes
+from penstock.weights.protocol import GetOffers, NoSuchVersion, NotReady, Offers
+from penstock.weights.server import Lease, serve
+from penstock.weights.tcp import format_address
+
+__all__ = ["Relay"]
+
+KEEP_VERSIONS = 2
+WAIT_S = 5.0
+"""For a chunk, or for a version that this instance has asked for itself; then the puller goes to the trainer."""
+
+
+@dataclass(slots=True)
+class _Passing:
+    """An encoding that is passed on."""
+
+    manifest: bytes
+    chunks: int
+    have: dict[int, Bytes] = field(default_factory=dict)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    """Replaced at each arrival, so that whoever waits looks again."""
+
+
+class Relay:
+    """`start`, then `expect` an encoding, and `put` each chunk of it once it is verified."""
+
+    def __init__(self, token: str, host: str = "", port: int = 0, wait_s: float = WAIT_S) -> None:
+        if not token:
+            raise WeightError("an instance without the run's token can't pass weights on")
+        self._token = token
+        self._host = host
+        self._wait_s = wait_s
+        self._passing: dict[Encoding, _Passing] = {}
+        self._arrived = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
+        self._counts: Counter[str] = Counter()
+        self.port = port
+        """Listened on; a free one where 0 was given."""
+
+    def start(self) -> None:
+        """Listens, in the running loop. Raises WeightError where the port can't be had."""
+        try:
+            listener = socket.create_server((self._host, self.port), backlog=64)
+        except OSError as error:
+            where = format_address(self._host or "*", self.port)
+            raise WeightError(f"the relay of weights can't listen on {where}: {error}") from error
+        listener.setblocking(False)
+        self.port = listener.getsockname()[1]
+        self._serving = asyncio.create_task(serve(listener, self, self._token, None, self._stop), name="weight-relay")
+
+    async def close(self) -> None:
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            self._stop.set()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    def counters(self) -> dict[str, int]:
+        return dict(self._counts)
+
+    def expect(self, encoding: Encoding, manifest: bytes, chunks: int) -> None:
+        """Begins to pass an encoding on; those of old versions are forgotten."""
+        self._passing[encoding] = _Passing(manifest, chunks)
+        newest = sorted({key.version for key in self._passing})[-KEEP_VERSIONS:]
+        self._passing = {key: passing for key, passing in self._passing.items() if key.version in newest}
+        self._arrived.set()
+        self._arrived = asyncio.Event()
+
+    def put(self, encoding: Encoding, index: int, data: Bytes) -> None:
+        """A chunk as it was on the wire, verified; its bytes must not change any more."""
+        passing = self._passing.get(encoding)
+        if passing is not None:
+            passing.have[index] = data
+            passing.arrived.set()
+            passing.arrived = asyncio.Event()
+
+    # What is served.
+
+    def count(self, what: str, amount: int = 1) -> None:
+        self._counts[what] += amount
+
+    async def offers(self, ask: GetOffers) -> Offers:
+        raise NoSuchVersion("it passes on what it has, and offers nothing")
+
+    async def open(self, encoding: Encoding, wait_s: float) -> Lease:
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while encoding not in self._passing:
+                    await self._arrived.wait()
+        except TimeoutError:
+            raise NoSuchVersion(f"it has nothing of {encoding}") from None
+        return _RelayLease(self._passing[encoding], encoding, self._wait_s)
+
+    def relay(self, encoding: Encoding, address: str) -> str:
+        return ""
+
+
+class _RelayLease:
+    def __init__(self, passing: _Passing, encoding: Encoding, wait_s: float) -> None:
+        self._passing = passing
+        self._encoding = encoding
+        self._wait_s = wait_s
+        self.manifest = passing.manifest
+        self.chunks = passing.chunks
+
+    async def chunk(self, index: int) -> Bytes:
+        passing = self._passing
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while index not in passing.have:
+                    await passing.arrived.wait()
+        except TimeoutError:
+            raise NotReady(f"chunk {index} of {self._encoding} did not reach it within {self._wait_s:g} s") from None
+        return passing.have[index]
+
+    def close(self) -> None:
+        self._passing = _Passing(b"", 0)

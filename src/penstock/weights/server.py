@@ -1,0 +1,280 @@
+"""Serving weights: hands shaken, requests answered in turn, over plain TCP or TLS.
+
+The same for the trainer's store and for an instance that passes on what it has. Decides who is let in; what there is
+to be had, and when, is the `Shelf`'s to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+from typing import Protocol
+
+from penstock.errors import WeightError
+from penstock.tls import certificate_role
+from penstock.weights.manifest import Encoding
+from penstock.weights.plan import MAX_BATCH, Bytes, digest
+from penstock.weights.protocol import (
+    MAGIC,
+    NONCE_BYTES,
+    PROTOCOL,
+    Accepted,
+    Challenge,
+    ChunkReply,
+    FromStore,
+    GetChunks,
+    GetManifest,
+    GetOffers,
+    Hello,
+    LinkLost,
+    ManifestReply,
+    NoSuchVersion,
+    NotReady,
+    Offers,
+    Proof,
+    Refused,
+    decode_to_store,
+    encode_message,
+    prove,
+    proven,
+)
+from penstock.weights.tcp import IO_S, Framed, FramedSocket, format_address
+from penstock.weights.tls_socket import TlsSocket
+
+AGENT = "agent"
+ROLES = frozenset((AGENT, "trainer", "operator"))
+
+MAX_CONNECTIONS = 1024
+"""More are turned away with "busy" and come back; a bound on what strangers can make a server hold."""
+HANDSHAKE_S = 10.0
+"""Whoever has not proven the token by then is no agent."""
+MAX_WAIT_S = 600.0
+"""That a puller may ask a server to wait for a version."""
+
+log = logging.getLogger(__name__)
+
+
+class Lease(Protocol):
+    """One encoding, held for as long as a connection reads it."""
+
+    @property
+    def manifest(self) -> bytes: ...
+
+    @property
+    def chunks(self) -> int: ...
+
+    async def chunk(self, index: int) -> Bytes:
+        """The chunk as it goes on the wire. Raises NotReady where it does not come in time."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Shelf(Protocol):
+    """What is served."""
+
+    def count(self, what: str, amount: int = 1) -> None: ...
+
+    async def offers(self, ask: GetOffers) -> Offers:
+        """Raises NoSuchVersion."""
+        ...
+
+    async def open(self, encoding: Encoding, wait_s: float) -> Lease:
+        """Raises NoSuchVersion, or NotReady where it is not there after `wait_s`."""
+        ...
+
+    def relay(self, encoding: Encoding, address: str) -> str:
+        """Notes that `address` (empty for none) will have the encoding; returns who else has it, or empty."""
+        ...
+
+
+async def serve(
+    listener: socket.socket, shelf: Shelf, token: str, tls: ssl.SSLContext | None, stop: asyncio.Event
+) -> None:
+    """Serves until `stop` is set, then cuts every connection."""
+    connections: set[asyncio.Task[None]] = set()
+    accepting = asyncio.create_task(_accept(listener, shelf, token, tls, connections))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((accepting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        listener.close()
+        for task in (accepting, stopping, *connections):
+            task.cancel()
+        await asyncio.gather(accepting, stopping, *connections, return_exceptions=True)
+    if accepting.done() and not accepting.cancelled() and (error := accepting.exception()):
+        raise error
+
+
+async def _accept(
+    listener: socket.socket,
+    shelf: Shelf,
+    token: str,
+    tls: ssl.SSLContext | None,
+    connections: set[asyncio.Task[None]],
+) -> None:
+    loop = asyncio.get_running_loop()
+
+    def ended(task: asyncio.Task[None]) -> None:
+        connections.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            shelf.count("connections_failed")
+            log.error("a connection of the weight store failed", exc_info=error)
+
+    while True:
+        try:
+            sock, peer = await loop.sock_accept(listener)
+        except OSError as error:
+            # Out of file descriptors, or a peer that left before it was accepted: neither ends the store.
+            shelf.count("accept_failed")
+            log.warning("the weight store could not accept a connection: %s", error)
+            await asyncio.sleep(0.1)
+            continue
+        shelf.count("connections")
+        reader = _Reader(shelf, sock, peer[0], peer[1], token, tls)
+        task = asyncio.create_task(reader.run(busy=len(connections) >= MAX_CONNECTIONS))
+        connections.add(task)
+        task.add_done_callback(ended)
+
+
+class _Reader:
+    """One connection: hands shaken, then requests answered in turn. Holds the encoding that it reads."""
+
+    def __init__(
+        self, shelf: Shelf, sock: socket.socket, host: str, port: int, token: str, tls: ssl.SSLContext | None
+    ) -> None:
+        self._shelf = shelf
+        self._socket = sock
+        self._host = host
+        self._peer = f"the agent at {host}:{port}"
+        self._token = token
+        self._tls = tls
+        self._framed: Framed
+        self._role = ""
+        """What the puller's certificate calls it."""
+        self._lease: Lease | None = None
+        self._encoding: Encoding | None = None
+
+    async def run(self, busy: bool) -> None:
+        try:
+            await self._open()
+        except LinkLost:
+            self._shelf.count("handshakes_failed")
+            return
+        except BaseException:
+            self._socket.close()
+            raise
+        try:
+            if busy:
+                await self._refuse("busy", f"it serves {MAX_CONNECTIONS} connections already")
+            else:
+                async with asyncio.timeout(HANDSHAKE_S):
+                    welcome = await self._welcome()
+                while welcome and await self._answer():
+                    pass
+        except LinkLost:
+            # A puller that is done closes its connections, and one that died looks the same from here. One that asks
+            # for nothing is closed by the socket's own deadline, so that it holds no old version in memory.
+            self._shelf.count("links_closed")
+        except TimeoutError:
+            self._shelf.count("handshakes_late")
+        except WeightError as error:
+            self._shelf.count("bad_messages")
+            log.warning("the weight store closed a connection: %s", error)
+        finally:
+            self._framed.close()
+            if self._lease is not None:
+                self._lease.close()
+
+    async def _open(self) -> None:
+        if self._tls is None:
+            self._framed = FramedSocket(self._socket, self._peer)
+            return
+        secured = self._framed = await TlsSocket.accept(self._socket, self._peer, self._tls, IO_S)
+        self._role = certificate_role(secured.certificate or {}, ROLES)
+
+    async def _welcome(self) -> bool:
+        hello = decode_to_store(await self._framed.read_message())
+        if not isinstance(hello, Hello) or hello.magic != MAGIC or len(hello.nonce) != NONCE_BYTES:
+            return await self._refuse("request", "that is not how a puller says hello")
+        if hello.protocol != PROTOCOL:
+            return await self._refuse(
+                "protocol",
+                f"it speaks weight protocol {PROTOCOL} and the puller {hello.protocol}; "
+                "use the same version of Penstock on both sides",
+            )
+        nonce = os.urandom(NONCE_BYTES)
+        await self._send(Challenge(protocol=PROTOCOL, nonce=nonce))
+        proof = decode_to_store(await self._framed.read_message())
+        if self._role not in ("", AGENT):
+            return await self._refuse("token", f"that certificate is a {self._role}'s, and this door is for agents")
+        token = self._proven_token(proof.mac, hello.nonce, nonce) if isinstance(proof, Proof) else None
+        if token is None:
+            return await self._refuse("token", "the token is not that of this run (PENSTOCK_TOKEN)")
+        await self._send(Accepted(mac=prove(token, "store", hello.nonce, nonce)))
+        return True
+
+    def _proven_token(self, mac: bytes, nonce: bytes, own_nonce: bytes) -> str | None:
+        """The token that the puller has proven; for one known by its certificate the empty one will do."""
+        allowed = ([self._token] if self._token else []) + ([""] if self._role == AGENT else [])
+        return next((token for token in allowed if proven(token, "puller", nonce, own_nonce, mac)), None)
+
+    async def _answer(self) -> bool:
+        request = decode_to_store(await self._framed.read_message())
+        try:
+            if isinstance(request, GetOffers):
+                await self._send(await self._shelf.offers(request))
+            elif isinstance(request, GetManifest):
+                await self._send_manifest(request)
+            elif isinstance(request, GetChunks):
+                return await self._send_chunks(request)
+            else:
+                return await self._refuse("request", f"a {type(request).__name__} is no request")
+        except NoSuchVersion as error:
+            return await self._refuse("version", str(error))
+        except NotReady as error:
+            return await self._refuse("busy", str(error))
+        return True
+
+    async def _send_manifest(self, ask: GetManifest) -> None:
+        lease = await self._leased(ask.encoding, ask.wait_s)
+        own = format_address(self._host, ask.relay_port) if 0 < ask.relay_port < 65536 else ""
+        relay = self._shelf.relay(ask.encoding, own)
+        encoded = lease.manifest
+        await self._send(ManifestReply(nbytes=len(encoded), xxh3=digest(encoded), relay=relay))
+        await self._framed.send(encoded)
+        self._shelf.count("manifests")
+
+    async def _send_chunks(self, ask: GetChunks) -> bool:
+        lease = await self._leased(ask.encoding, 0.0)
+        if len(ask.indices) > MAX_BATCH:
+            return await self._refuse("request", f"{len(ask.indices)} chunks at once are over the limit of {MAX_BATCH}")
+        for index in ask.indices:
+            if not 0 <= index < lease.chunks:
+                return await self._refuse("request", f"{ask.encoding} has no chunk {index}")
+            data = await lease.chunk(index)
+            await self._send(ChunkReply(nbytes=len(data)))
+            await self._framed.send(memoryview(data))
+            self._shelf.count("chunks")
+            self._shelf.count("bytes", len(data))
+        return True
+
+    async def _leased(self, encoding: Encoding, wait_s: float) -> Lease:
+        if self._lease is None or self._encoding != encoding:
+            before, self._lease = self._lease, None
+            if before is not None:
+                before.close()
+            self._lease = await self._shelf.open(encoding, min(max(wait_s, 0.0), MAX_WAIT_S))
+            self._encoding = encoding
+        return self._lease
+
+    async def _refuse(self, kind: str, message: str) -> bool:
+        self._shelf.count(f"refused_{kind}")
+        await self._send(Refused(kind=kind, message=message))
+        return False
+
+    async def _send(self, message: FromStore) -> None:
+        await self._framed.send(encode_message(message))
