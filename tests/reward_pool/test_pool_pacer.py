@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -59,13 +60,32 @@ TestMeterKeepsItsLimit = MeterKeepsItsLimit.TestCase
 TestMeterKeepsItsLimit.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_a_meter_uses_all_of_its_limit() -> None:
-    meter, now, taken = Meter(limit=600, burst=10), 0.0, 0
+@pytest.mark.parametrize("limit", [60, 600, 1200, 6000])
+def test_a_meter_uses_all_of_its_limit_minute_after_minute(limit: int) -> None:
+    meter, now, taken = Meter(limit, burst=limit / 60), 0.0, 0
     while now < 600.0:
         now = meter.ready_at(now)
         meter.take(now)
         taken += 1
-    assert taken >= 600 * 10
+    assert taken >= 0.998 * limit * 10
+
+
+@pytest.mark.parametrize("burst", [1, 10])
+def test_a_provider_without_room_for_more_refuses_few_of_what_the_network_moves_together(burst: int) -> None:
+    """Sent exactly at the provider's own pace; each request takes up to 2 ms to get there."""
+    rng, meter, admits = random.Random(0), Meter(600, burst), _bucket(10, burst)
+    now, refused, accepted = 0.0, 0, 0
+    while accepted < 1000:
+        now = meter.ready_at(now)
+        meter.take(now)
+        if admits(now + rng.random() * 0.002):
+            accepted += 1
+        else:
+            refused += 1
+            meter.refused(now + 0.002, None)
+    assert refused <= 30
+    assert now <= 100 * 1.05
+    assert meter.rate >= 0.9 * 10
 
 
 def test_a_declared_burst_leaves_at_once_and_an_undeclared_one_does_not() -> None:

@@ -28,21 +28,44 @@ class Meter:
     """A declared limit in requests or tokens, kept in every window.
 
     Two laws at once: a bucket (`burst`, refilled at `limit / window_s`) bounds short windows, a log of what was taken
-    in the last `window_s` bounds the whole one. Entries of the log less than a thousandth of the window apart are
-    merged into the later one, which can only delay, never exceed; so memory is bounded.
+    in the last `window_s` bounds the whole one. An entry of the log gathers what is taken within a thousandth of the
+    window and counts until the last of it is a window old, which can only delay, never exceed; so memory is bounded.
+
+    A provider whose bucket is no larger than ours refuses what the network has moved closer together, however exactly
+    it was sent. After one refusal its bucket is ahead by one request and stays so, unless it only has room for one:
+    then each refusal eases the pace a little, and each hundred requests without one take that back.
     """
 
-    __slots__ = ("_level", "_log", "_peaks", "_used", "burst", "held_until", "limit", "rate", "updated_at", "window_s")
+    EASED = 0.01
+    """Share of the pace that a refusal takes away, and that a hundred requests give back: so at most about one request
+    in a hundred is refused where easing helps."""
+    MOST_EASED = 0.1
+    """Where it doesn't help, the refusals have another cause, and more than this would be quota given away."""
+
+    __slots__ = (
+        "_eased",
+        "_level",
+        "_log",
+        "_peaks",
+        "_used",
+        "burst",
+        "held_until",
+        "limit",
+        "rate",
+        "updated_at",
+        "window_s",
+    )
 
     def __init__(self, limit: float, burst: float, window_s: float = 60.0, refunds: bool = False) -> None:
         self.limit = limit
         self.burst = min(burst, limit)
         self.window_s = window_s
-        self.rate = limit / window_s
+        self._ease(0.0)
         self._level = self.burst
         self.updated_at = -math.inf
         self.held_until = -math.inf
         self._log: deque[list[float]] = deque()
+        """[time of the last, units, time of the first] of what was taken."""
         self._used = 0.0
         self._peaks: list[list[float]] | None = [] if refunds else None
         """[time, level] at which the bucket was fuller than at any later time; only kept where there are refunds."""
@@ -50,8 +73,12 @@ class Meter:
     def redeclare(self, limit: float, burst: float) -> None:
         """Takes over another limit from now on; what was taken in the last window still counts against it."""
         self.limit, self.burst = limit, min(burst, limit)
-        self.rate = limit / self.window_s
+        self._ease(0.0)
         self._level = min(self._level, self.burst)
+
+    def _ease(self, share: float) -> None:
+        self._eased = share
+        self.rate = self.limit / self.window_s * (1.0 - share)
 
     def idle(self, now: float) -> bool:
         """Whether nothing that was taken counts any more: forgetting the meter would change nothing."""
@@ -83,7 +110,7 @@ class Meter:
         ready = now if missing <= _SLACK else now + missing / self.rate
         over = self._used + amount - self.limit
         if over > _SLACK:
-            for taken_at, units in self._log:
+            for taken_at, units, _ in self._log:
                 over -= units
                 if over <= _SLACK:
                     ready = max(ready, taken_at + self.window_s)
@@ -94,13 +121,15 @@ class Meter:
         self._refill(now)
         self._level -= amount
         self._used += amount
+        if self._eased:
+            self._ease(max(0.0, self._eased - self.EASED / 100))
         log = self._log
-        if log and now - log[-1][0] < self.window_s / 1000:
+        if log and now - log[-1][2] < self.window_s / 1000:
             entry = log[-1]
             entry[0] = now
             entry[1] += amount
         else:
-            log.append([now, amount])
+            log.append([now, amount, now])
 
     def settle(self, now: float, taken_at: float, amount: float) -> None:
         """Corrects an earlier `take`: gives back `amount` units that weren't used, or charges more if negative.
@@ -132,6 +161,8 @@ class Meter:
     def refused(self, now: float, retry_after_s: float | None) -> None:
         """The provider says that it has nothing left: its clock or its count is behind ours."""
         self._refill(now)
+        if self.burst < 2:
+            self._ease(min(self.MOST_EASED, self._eased + self.EASED))
         self._level = min(self._level, 0.0)
         if retry_after_s is not None:
             self.held_until = max(self.held_until, now + retry_after_s)

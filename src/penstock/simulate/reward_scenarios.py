@@ -66,6 +66,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("600 requests/min", 2000, _one({"requests_per_minute": 600}, rate=10, burst=10), CLEAN, TOLD_429),
     Scenario("6000 requests/min", 4000, _one({"requests_per_minute": 6000}, rate=100, burst=20), CLEAN, TOLD_429),
     Scenario(
+        "1200 requests/min, minutes", 4000, _one({"requests_per_minute": 1200}, rate=20, burst=2), CLEAN, TOLD_429
+    ),
+    Scenario(
         "burst of 200 at start",
         4000,
         _one({"requests_per_minute": 6000, "burst": 200}, rate=100, burst=200),
