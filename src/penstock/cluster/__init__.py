@@ -10,6 +10,7 @@ from penstock.cluster.convert import (
     to_tensordict,
     to_tensors,
 )
+from penstock.cluster.dispatch import Mesh, Method, Shares, dispatch, register_dispatch
 from penstock.cluster.errors import (
     BatchError,
     CallTimeout,
@@ -18,19 +19,40 @@ from penstock.cluster.errors import (
     PoolFull,
     WorkerFailed,
 )
+from penstock.cluster.execute import Execute, parse_execute, register_execute
+from penstock.cluster.group import Pending, WorkerGroup
+from penstock.cluster.local import LocalWorkers
+from penstock.cluster.pool import PoolStats, SubmitPool
+from penstock.cluster.run import Cluster
+from penstock.cluster.workers import Workers
 
 __all__ = [
     "Batch",
     "BatchError",
     "CallTimeout",
+    "Cluster",
     "ClusterError",
     "Column",
+    "Execute",
     "GroupPoisoned",
+    "LocalWorkers",
+    "Mesh",
+    "Method",
+    "Pending",
     "PoolFull",
+    "PoolStats",
+    "Shares",
+    "SubmitPool",
     "WorkerFailed",
+    "WorkerGroup",
+    "Workers",
+    "dispatch",
     "from_dataproto",
     "from_tensordict",
     "from_tensors",
+    "parse_execute",
+    "register_dispatch",
+    "register_execute",
     "to_dataproto",
     "to_tensordict",
     "to_tensors",

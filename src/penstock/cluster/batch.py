@@ -8,7 +8,7 @@ shared memory. A batch is never changed once made; slices, chunks and neighbours
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -39,10 +39,17 @@ class _Header(msgspec.Struct, array_like=True):
     meta: bytes
 
 
+class Home(NamedTuple):
+    """What a carrier put somewhere, and the first of the rows there that a batch is made of."""
+
+    store: Any
+    start: int
+
+
 class Batch:
     """Named columns of the same number of rows, and `meta`: one JSON value for all rows."""
 
-    __slots__ = ("_columns", "_meta", "_rows")
+    __slots__ = ("_columns", "_home", "_meta", "_rows")
 
     def __init__(self, columns: Mapping[str, Column], meta: Mapping[str, Any] | None = None, rows: int = 0) -> None:
         """`rows` counts only where there is no column. Raises BatchError where columns differ in rows."""
@@ -53,6 +60,7 @@ class Batch:
             told = ", ".join(f"{name} {column.rows}" for name, column in list(self._columns.items())[:8])
             raise BatchError(f"columns of one batch have different numbers of rows: {told}")
         self._rows = counts.pop() if counts else rows
+        self._home: Home | None = None
 
     def __len__(self) -> int:
         return self._rows
@@ -83,6 +91,17 @@ class Batch:
         """A text, bytes or JSON column as Python values."""
         return list(self.column(name).values())
 
+    @property
+    def home(self) -> Home | None:
+        """Where a carrier already holds these rows, so that it sends a reference instead."""
+        return self._home
+
+    def stored(self, store: Any) -> Batch:
+        """This batch, as one that a carrier holds whole in `store`; so are its slices."""
+        held = Batch(self._columns, self._meta, self._rows)
+        held._home = Home(store, 0)
+        return held
+
     def only(self, *names: str) -> Batch:
         """Some of the columns, shared."""
         return Batch({name: self.column(name) for name in names}, self._meta, self._rows)
@@ -96,7 +115,10 @@ class Batch:
         if not 0 <= start <= stop <= self._rows:
             raise BatchError(f"rows {start} to {stop} of a batch of {self._rows}")
         columns = {name: column.slice(start, stop) for name, column in self._columns.items()}
-        return Batch(columns, self._meta, stop - start)
+        part = Batch(columns, self._meta, stop - start)
+        if self._home is not None:
+            part._home = Home(self._home.store, self._home.start + start)
+        return part
 
     def chunks(self, count: int) -> list[Batch]:
         """`count` parts of the same number of rows, shared. Raises BatchError where rows don't divide."""

@@ -1,0 +1,78 @@
+"""How the calls of one method are launched on the workers: one registry, and the one place where a mode is parsed.
+
+A mode says which ranks are called and how the submissions run. Every submission has ended before a launch returns, so
+that whoever launches next finds all workers with the same calls. Knows nothing of arguments or of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.cluster.dispatch import did_you_mean
+from penstock.cluster.errors import ClusterError
+from penstock.cluster.pool import SubmitPool
+
+__all__ = ["Execute", "execute_of", "parse_execute", "register_execute"]
+
+Submit = Callable[[int], Any]
+DEFAULT = "all"
+
+
+@dataclass(frozen=True)
+class Execute:
+    """A mode: the ranks out of those that a dispatch names, and what launches them."""
+
+    ranks: Callable[[Sequence[int]], Sequence[int]]
+    launch: Callable[[Sequence[int], Submit, SubmitPool], list[BaseException | None]]
+    """Submits to every rank given; what each submission raised, in that order."""
+
+
+_MODES: dict[str, Execute] = {}
+
+
+def register_execute(name: str, mode: Execute) -> None:
+    """Adds a mode. Raises ClusterError where the name is taken."""
+    if name in _MODES:
+        raise ClusterError(f"there is an execute mode '{name}' already")
+    _MODES[name] = mode
+
+
+def parse_execute(name: str) -> str:
+    """A mode's name, in any case of letters. Raises ClusterError that lists the modes there are."""
+    found = name.lower()
+    if found not in _MODES:
+        raise ClusterError(f"there is no execute mode '{name}'{did_you_mean(found, _MODES)}")
+    return found
+
+
+def execute_of(*names: str) -> tuple[str, Execute]:
+    """The first mode that is named: a method's before a group's before the run's."""
+    name = parse_execute(next((name for name in names if name), DEFAULT))
+    return name, _MODES[name]
+
+
+def _tried(submit: Submit, rank: int) -> BaseException | None:
+    try:
+        submit(rank)
+    except Exception as error:  # noqa: BLE001  # handed to the group, which says what became of the others
+        return error
+    return None
+
+
+def _serial(ranks: Sequence[int], submit: Submit, pool: SubmitPool) -> list[BaseException | None]:
+    return [_tried(submit, rank) for rank in ranks]
+
+
+def _threaded(ranks: Sequence[int], submit: Submit, pool: SubmitPool) -> list[BaseException | None]:
+    if len(ranks) == 1:
+        return _serial(ranks, submit, pool)
+    futures = [pool.submit(_tried, submit, rank) for rank in ranks[1:]]
+    first = _tried(submit, ranks[0])
+    return [first, *(future.result() for future in futures)]
+
+
+register_execute("all", Execute(lambda ranks: ranks, _serial))
+register_execute("all_multithread", Execute(lambda ranks: ranks, _threaded))
+register_execute("rank_zero", Execute(lambda ranks: [rank for rank in ranks if rank == 0], _serial))
