@@ -63,6 +63,17 @@ def test_a_terminal_is_redrawn_and_a_pipe_is_not(monkeypatch: pytest.MonkeyPatch
     assert shown[io.StringIO] == "a\nb\nc\nsaid\nd\n"
 
 
+def test_a_picture_is_wiped_whole_where_the_terminal_has_become_narrower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    screen = Screen(stream)
+    screen.draw(["x" * 39, "short", ""])
+    monkeypatch.setenv("COLUMNS", "13")
+    screen.draw(["x"])
+    assert stream.getvalue().endswith("\r\x1b[5A\x1b[Jx\n"), "39 characters have become three rows of 13"
+
+
 def test_the_gateway_draws_on_a_terminal_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     (tmp_path / "pool.toml").write_text('[[endpoints]]\nurl = "http://127.0.0.1:9"\nname = "judge"\n')
     ours, its = pty.openpty()

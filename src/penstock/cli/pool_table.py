@@ -77,7 +77,8 @@ class Screen:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.redraws = stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-        self._drawn = 0
+        self._drawn: list[int] = []
+        """Characters of each line of the last picture."""
 
     @property
     def width(self) -> int:
@@ -87,15 +88,20 @@ class Screen:
     def draw(self, lines: Sequence[str]) -> None:
         """Shows a picture in the place of the last one."""
         self._write(self._up() + "".join(line + "\n" for line in lines))
-        self._drawn = len(lines) if self.redraws else 0
+        self._drawn = [len(line) for line in lines] if self.redraws else []
 
     def say(self, text: str) -> None:
         """A message that stays, above the picture that is drawn next."""
         self._write(self._up() + text + "\n")
-        self._drawn = 0
+        self._drawn = []
 
     def _up(self) -> str:
-        return f"\r\x1b[{self._drawn}A\x1b[J" if self._drawn else ""
+        """To the picture's first row. In a terminal that has become narrower, a line takes up several."""
+        if not self._drawn:
+            return ""
+        columns = max(1, shutil.get_terminal_size((80, 24)).columns)
+        rows = sum(max(1, -(-length // columns)) for length in self._drawn)
+        return f"\r\x1b[{rows}A\x1b[J"
 
     def _write(self, text: str) -> None:
         print(text, end="", file=self._stream, flush=True)

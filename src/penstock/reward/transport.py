@@ -170,8 +170,7 @@ class HttpTransport:
             try:
                 if chunk is not None and response.status == 200:
                     return await self._stream(response, chunk)
-                body = await response.read()
-                return _understood(endpoint, response.status, response.headers, body, self._key(endpoint))
+                return _understood(endpoint, response.status, response.headers, await response.read(), self._key)
             finally:
                 response.release()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
@@ -249,7 +248,7 @@ def _shown(text: str, key: str) -> str:
 
 
 def _understood(
-    endpoint: Endpoint, status: int, headers: Mapping[str, str], body: bytes, key: str = ""
+    endpoint: Endpoint, status: int, headers: Mapping[str, str], body: bytes, key: Callable[[Endpoint], str]
 ) -> tuple[Outcome, Reply | None]:
     """What a whole answer means. A 200 that isn't JSON, or that holds nothing but an error, is no answer."""
     wall_s = time.time()
@@ -261,14 +260,14 @@ def _understood(
             return Outcome(Kind.BROKEN, f"answer is not JSON: {error}", status, told=told), None
         if isinstance(value, dict):
             if value.get("error"):
-                return _error_in_body(value["error"], told, key), None
+                return _error_in_body(value["error"], told, key(endpoint)), None
             usage = value.get("usage")
             tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
             tokens = float(tokens) if isinstance(tokens, int | float) else None
         else:
             tokens = None
         return Outcome(Kind.DONE, "", status, tokens, None, told), Reply(value, body, status, headers, endpoint.label)
-    shown = _shown(body[: 4 * BODY_SHOWN].decode("utf-8", "replace"), key)
+    shown = _shown(body[: 4 * BODY_SHOWN].decode("utf-8", "replace"), key(endpoint))
     kind = Kind.FINAL if 300 <= status < 400 else kind_of_status(status, shown)
     return Outcome(kind, f"HTTP {status}", status, None, retry_after_s(headers, wall_s), told, shown), None
 
