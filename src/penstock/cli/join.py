@@ -75,6 +75,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--load-deadline-s", type=_positive, default=120.0, metavar="S", help="for one weight pull (%(default)s)"
     )
     parser.add_argument(
+        "--weights-codec",
+        choices=("auto", "raw", "lossless", "delta"),
+        default="auto",
+        help="how weights come: as they are, compressed, or as differences; auto measures (%(default)s)",
+    )
+    parser.add_argument(
+        "--no-weights-base", action="store_true", help="keep no version in memory to apply differences to"
+    )
+    parser.add_argument(
+        "--relay-port", type=_port, metavar="N", help="pass weights on to other instances from here; 0 takes a free one"
+    )
+    parser.add_argument("--weights-folder", metavar="D", help="keep what came of a version here, and go on from it")
+    parser.add_argument(
         "--reconnect-s", type=_positive, default=60.0, metavar="S", help="a lost manager is dialled for (%(default)s)"
     )
     parser.add_argument(
@@ -253,6 +266,11 @@ class _Machine:
         self._engine = build_engine(args, self._progress)
         self._agent = Agent(
             self._engine,
+        tls = tls_context(args)
+        if tls is not None and args.relay_port is not None:
+            raise ConfigError(
+                "--relay-port passes weights on without TLS; leave it out where the run is spoken to over TLS"
+            )
             args.manager,
             self._token,
             args.name or f"{socket.gethostname()}-{os.getpid()}",
@@ -260,7 +278,14 @@ class _Machine:
             load_deadline_s=args.load_deadline_s,
             reconnect_s=args.reconnect_s,
             stall_s=args.stall_s,
-            tls=tls_context(args),
+            codec=args.weights_codec,
+            keep_base=not args.no_weights_base,
+            relay_port=args.relay_port,
+            partial_folder=Path(args.weights_folder) if args.weights_folder else None,
+            tls=tls,
+            reserved=args.reserved,
+            # A server that is started here begins with the first weights.
+            start_s=args.engine_start_s if args.engine in SERVED and not args.engine_url else 0.0,
         )
         await self._agent.run()
 
@@ -313,5 +338,12 @@ def _count(text: str) -> int:
 def _positive(text: str) -> float:
     number = float(text)
     if not number > 0:
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 65536:
+        raise argparse.ArgumentTypeError(f"{number} is no port; give 0 to 65535")
+    return number
+
+
         raise argparse.ArgumentTypeError(f"{text} is impossible; give a number above 0")
     return number

@@ -143,6 +143,7 @@ class _Run:
             token,
             chunk_bytes=int(config.weights.chunk_mib * 2**20),
             keep_versions=config.weights.keep_versions,
+            keep_bytes=int(config.weights.keep_gib * 2**30),
             advertise=config.weights.advertise,
         )
         source = store.start()

@@ -149,7 +149,10 @@ class RolloutConfig(_Section):
     heartbeat_s: float = Field(default=2.0, gt=0)
     """An instance silent for three heartbeats is given up for dead."""
     load_deadline_s: float = Field(default=120, gt=0)
-    """An instance that takes longer to load a weight version is given up for dead."""
+    """An instance that takes longer to load a weight version is given up for dead; one whose engine server starts with
+    its first has `--engine-start-s` more."""
+    stall_s: float = Field(default=300, gt=0)
+    """An instance that has work and gives no token for so long is given up, even where it says that it lives."""
 
 
 class ManagerConfig(_Section):
@@ -185,6 +188,17 @@ class WeightsConfig(_Section):
     """TCP connections of one agent's pull."""
     keep_versions: int = Field(default=2, ge=1)
     """Versions held in host memory."""
+    keep_gib: float = Field(default=0.0, ge=0)
+    """Host memory for all of them; the newest is held whatever its size. 0 is no bound but `keep_versions`."""
+    codec: Literal["auto", "raw", "lossless", "delta"] = "auto"
+    """How this machine's engines fetch weights: as they are, compressed without loss, or as the difference to the
+    version before; `auto` measures link and processors and takes what ends soonest."""
+    keep_base: bool = True
+    """Engines keep the version that they serve in host memory too, so that the next can come as a difference."""
+    relay: bool = False
+    """Engines pass on to each other what they have of a version, so that the trainer's link carries it about once."""
+    resume: bool = False
+    """Engines keep on disk what came of a version, so that one that is started again goes on from there."""
 
 
 class RewardConfig(_Section):

@@ -148,7 +148,7 @@ class LocalProcesses:
         arguments += ["--device", engines.device, "--max-running", str(engines.max_running)]
         arguments += ["--max-context", str(engines.max_context_tokens), "--kv-cache-mib", str(engines.kv_cache_mib)]
         arguments += ["--threads", str(engines.threads), "--progress-file", str(progress_path)]
-        arguments += ["--connections", str(self._config.weights.connections)]
+        arguments += self._weight_arguments(name)
         # A notice that takes this machine takes its trainer along: no engine need leave before the run does.
         arguments += ["--preemption", "none"]
         if paced:
@@ -162,6 +162,17 @@ class LocalProcesses:
         return child
 
     def _server_arguments(self, name: str) -> list[str]:
+    def _weight_arguments(self, name: str) -> list[str]:
+        weights = self._config.weights
+        arguments = ["--connections", str(weights.connections), "--weights-codec", weights.codec]
+        if not weights.keep_base:
+            arguments.append("--no-weights-base")
+        if weights.relay:
+            arguments += ["--relay-port", "0"]
+        if weights.resume:
+            arguments += ["--weights-folder", str(self._folder / "weights" / name)]
+        return arguments
+
         """For an engine whose agent starts a server of its own."""
         engines = self._config.rollout.engines
         log_path = self._folder / "logs" / f"{name}.server.log"
