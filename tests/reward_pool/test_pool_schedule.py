@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -287,6 +288,29 @@ def test_an_endpoint_that_recovers_gets_work_again() -> None:
     assert len(scheduler.dispatch(2.1)) == 5
 
 
+def _pauses(scheduler: Scheduler, tries: int) -> list[float]:
+    """Seconds between the attempts of a job whose endpoint breaks each time."""
+    scheduler.submit("job", 0.0, attempts=tries)
+    now, began = 0.0, []
+    while not scheduler.take_finished():
+        for attempt in scheduler.dispatch(now):
+            began.append(now)
+            scheduler.report(attempt, BROKEN, now)
+        if (wake_at := scheduler.wake_at(now)) < math.inf:
+            now = wake_at
+    return [later - earlier for earlier, later in itertools.pairwise(began)]
+
+
+def test_an_endpoint_that_stays_broken_is_asked_as_rarely_as_the_options_say() -> None:
+    first = PoolOptions(breaker_failures=1, breaker_pause_s=1.0, breaker_pause_max_s=3.0)
+    assert _pauses(one(first), 5) == [1.0, 2.0, 3.0, 3.0]
+    other = PoolOptions(breaker_failures=2, breaker_pause_s=0.5, breaker_pause_max_s=0.5)
+    assert _pauses(one(other), 4) == [0.0, 0.5, 0.5]
+    changed = one(first)
+    changed.redeclare([changed.places[0].endpoint], other, 0.0)
+    assert _pauses(changed, 4) == [0.0, 0.5, 0.5], "and from then on as a reload says"
+
+
 def test_jobs_go_only_where_their_model_is_served_and_unserved_ones_are_refused() -> None:
     scheduler = two({"models": ("judge-*",)}, {"models": ("rm",)})
     scheduler.submit("j", 0.0, model="judge-large")
@@ -487,8 +511,10 @@ def test_a_cancelled_jobs_quota_is_given_back_where_the_provider_does_so() -> No
 
 
 def test_undeclared_concurrency_is_tried_up_to_its_bound() -> None:
-    def most(max_in_flight: int) -> int:
+    def most(max_in_flight: int, reloaded: int | None = None) -> int:
         scheduler = one(PoolOptions(max_in_flight=max_in_flight))
+        if reloaded is not None:
+            scheduler.redeclare([scheduler.places[0].endpoint], PoolOptions(max_in_flight=reloaded), 0.0)
         for n in range(500):
             scheduler.submit(n, 0.0)
         now, peak = 0.0, 0
@@ -501,6 +527,8 @@ def test_undeclared_concurrency_is_tried_up_to_its_bound() -> None:
 
     assert most(4) == 4
     assert most(1024) > 64
+    assert most(1024, 4) == 4, "and as a reload says"
+    assert most(4, 1024) > 64
 
 
 def test_nothing_starves_under_a_steady_stream_of_higher_priority() -> None:

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from penstock.errors import ConfigError, PoolError
-from penstock.reward.failures import BudgetSpent, DeadlinePassed, JobFailed, NoEndpoint, PoolClosed
+from penstock.reward.failures import BudgetSpent, DeadlinePassed, JobFailed, JobTooLarge, NoEndpoint, PoolClosed
 from penstock.reward.limits import Endpoint, PoolConfig, PoolOptions
 from penstock.reward.pool import ComputePool
 from penstock.reward.report import AttemptEnded, prometheus_text
@@ -249,6 +249,11 @@ async def test_a_certificate_nobody_vouches_for_is_refused(tmp_path: Path) -> No
     async with ComputePool([Endpoint(f"https://127.0.0.1:{port}/v1")], ONCE) as pool:
         with pytest.raises(JobFailed, match="TLS failed"):
             await ask(pool)
+    trusting = ssl.create_default_context(cafile=str(tmp_path / "cert"))
+    trusting.check_hostname = False
+    async with ComputePool([Endpoint(f"https://127.0.0.1:{port}/v1")], ONCE, http=HttpTransport(trusting)) as pool:
+        with pytest.raises(JobFailed, match="closed without an answer"):
+            await ask(pool)
     server.close()
 
 
@@ -433,6 +438,28 @@ async def test_a_reload_changes_limits_and_loses_no_job(tmp_path: Path) -> None:
         pool.reload(tmp_path / "pool.toml")
         with pytest.raises(NoEndpoint):
             await ask(pool)
+
+
+async def test_a_reload_reads_keys_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "0ld")
+    async with ProviderServer(key="n3w") as server:
+        endpoint = Endpoint(server.url, api_key_env="JUDGE_KEY")
+        async with ComputePool([endpoint], ONCE) as pool:
+            with pytest.raises(JobFailed, match="HTTP 401"):
+                await ask(pool)
+            monkeypatch.setenv("JUDGE_KEY", "n3w")
+            pool.reload(PoolConfig((endpoint,), ONCE))
+            assert await ask(pool) == "echo: hello"
+
+
+async def test_a_caller_may_know_better_how_many_tokens_its_request_has() -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url, tokens_per_minute=100)]) as pool:
+        body = {"model": "m", "messages": USER, "max_tokens": 500}
+        with pytest.raises(JobTooLarge, match=r"5\d\d tokens"):
+            await pool.request("/chat/completions", body)
+        assert (await pool.request("/chat/completions", body, estimated_tokens=20)).status == 200
+        with pytest.raises(JobTooLarge, match="101 tokens"):
+            await ask(pool, estimated_tokens=101)
 
 
 async def test_a_reload_does_not_forget_what_was_sent_in_the_last_minute() -> None:

@@ -92,8 +92,10 @@ class Admission:
         before, self.endpoint = self.endpoint, endpoint
         gate = self.gate
         self._declare(endpoint, options)
-        if before.concurrency is None and endpoint.concurrency is None:
+        if isinstance(gate, LearnedCap) and before.concurrency is None and endpoint.concurrency is None:
+            gate.redeclare(options.max_in_flight)
             self.gate = gate
+        self.breaker.redeclare(options.breaker_failures, options.breaker_pause_s, options.breaker_pause_max_s)
 
     def fits(self, tokens: float) -> bool:
         """Whether a job of this size can ever pass the declared limits."""

@@ -26,15 +26,19 @@ class Breaker:
     __slots__ = ("_failures", "_longest_s", "_pause_s", "_shortest_s", "_threshold", "health", "opens_at", "trips")
 
     def __init__(self, threshold: int, pause_s: float, longest_s: float) -> None:
-        self._threshold = threshold
-        self._shortest_s = pause_s
-        self._longest_s = max(pause_s, longest_s)
+        self.redeclare(threshold, pause_s, longest_s)
         self._pause_s = pause_s
         self._failures = 0
         self.health = Health.CLOSED
         self.opens_at = -math.inf
         """When open: the time of the next probe. Infinite while a probe is out."""
         self.trips = 0
+
+    def redeclare(self, threshold: int, pause_s: float, longest_s: float) -> None:
+        """Takes over other bounds for the failures from now on."""
+        self._threshold = threshold
+        self._shortest_s = pause_s
+        self._longest_s = max(pause_s, longest_s)
 
     def ready_at(self, now: float) -> float:
         """`now` when closed, the time of the probe when open, infinity while the probe is out."""
@@ -55,6 +59,8 @@ class Breaker:
     def failed(self, now: float) -> bool:
         """Counts a failure; returns whether it opened the breaker."""
         self._failures += 1
+        if self.health is Health.CLOSED:
+            self._pause_s = self._shortest_s
         if self.health is Health.HALF_OPEN:
             self._pause_s = min(self._longest_s, 2 * self._pause_s)
         elif self.health is not Health.CLOSED or self._failures < self._threshold:

@@ -117,6 +117,13 @@ class LearnedCap:
         self._contradictions = 0
         self._doubted_at = 0.0
 
+    def redeclare(self, max_in_flight: int) -> None:
+        """Takes over another bound; what was learned below it stays."""
+        if not self.found and self.cap == self._max:
+            self.cap = max_in_flight
+        self._max = max_in_flight
+        self.cap = min(self.cap, max_in_flight)
+
     def allows(self, in_flight: int) -> bool:
         if in_flight < self.cap:
             return True
