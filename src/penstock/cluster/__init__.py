@@ -23,6 +23,7 @@ from penstock.cluster.execute import Execute, parse_execute, register_execute
 from penstock.cluster.group import Pending, WorkerGroup
 from penstock.cluster.local import LocalWorkers
 from penstock.cluster.pool import PoolStats, SubmitPool
+from penstock.cluster.ray_actors import RayWorkers, ResourcePool
 from penstock.cluster.run import Cluster
 from penstock.cluster.workers import Workers
 
@@ -41,6 +42,8 @@ __all__ = [
     "Pending",
     "PoolFull",
     "PoolStats",
+    "RayWorkers",
+    "ResourcePool",
     "Shares",
     "SubmitPool",
     "WorkerFailed",

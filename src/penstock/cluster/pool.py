@@ -131,10 +131,10 @@ class SubmitPool:
                 begun = self._clock()
                 self._running += 1
                 self._wait_s += begun - since
-            failed = not self._ended(future, call, begun)
-            del future, call, failed
+            self._end(future, call, begun)
+            del future, call
 
-    def _ended(self, future: Future[Any], call: Callable[[], Any], begun: float) -> bool:
+    def _end(self, future: Future[Any], call: Callable[[], Any], begun: float) -> None:
         """Runs a task. Counters are settled before its future is, so that who waited finds them exact."""
         result: Any = None
         error: BaseException | None = None
@@ -157,4 +157,3 @@ class SubmitPool:
                 future.set_exception(error)
             else:
                 future.set_result(result)
-        return ok

@@ -15,6 +15,7 @@ from penstock.cluster.execute import DEFAULT, parse_execute
 from penstock.cluster.group import CALL_TIMEOUT_S, WorkerGroup
 from penstock.cluster.local import LocalWorkers
 from penstock.cluster.pool import PoolStats, SubmitPool
+from penstock.cluster.ray_actors import RayWorkers, ResourcePool
 from penstock.cluster.workers import Workers
 
 EXECUTE_THREADS = 8
@@ -53,9 +54,26 @@ class Cluster:
 
         `arguments`: keyword arguments of the class; with roles, a mapping of role to those. As `LocalWorkers`.
         """
-        roles = {"worker": worker} if isinstance(worker, type) else dict(worker)
-        given = {"worker": dict(arguments or {})} if isinstance(worker, type) else dict(arguments or {})
+        roles, given = _roles(worker, arguments)
         workers = LocalWorkers(roles, size, arguments=given, name=name or "+".join(roles), environments=environments)
+        self._parts.callback(workers.close)
+        return workers
+
+    def ray(
+        self,
+        worker: type | Mapping[str, type],
+        pool: ResourcePool | int,
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        name: str = "",
+    ) -> RayWorkers:
+        """Starts Ray actors, one for each bundle of the pool (a number: so many bundles of one CPU). As `local`.
+
+        Raises MissingExtra, WorkerFailed, CallTimeout.
+        """
+        roles, given = _roles(worker, arguments)
+        workers = RayWorkers(roles, pool, arguments=given, name=name or "+".join(roles), environment=environment)
         self._parts.callback(workers.close)
         return workers
 
@@ -86,3 +104,10 @@ class Cluster:
     def close(self) -> None:
         """Ends all workers, then the pools."""
         self._parts.close()
+
+
+def _roles(
+    worker: type | Mapping[str, type], arguments: Mapping[str, Any] | None
+) -> tuple[dict[str, type], dict[str, Any]]:
+    given = dict(arguments or {})
+    return ({"worker": worker}, {"worker": given}) if isinstance(worker, type) else (dict(worker), given)

@@ -1,0 +1,252 @@
+"""Dispatch: what a call of four workers costs, beside stock verl's way on the same Ray, and locally beside Ray.
+
+Decides what is compared; the peer is verl 0.9.1 itself: its DataProto of tensors, each worker's own argument, remote
+calls one after another. Three times: until all calls are submitted, until all have answered, and between the first and
+the last worker's start. Needs Ray and verl (docs/cluster.md); without them the local figures alone are measured.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any, NamedTuple
+
+from penstock.bench.common import Result, at_most, skipped
+from penstock.cluster import Batch, Cluster, WorkerGroup, dispatch, from_tensors
+from penstock.cluster.ray_actors import RayWorkers
+
+DESCRIPTION = "Calls on four workers beside verl's on Ray: submit, end to end, start skew; local calls beside Ray's"
+WORKERS = 4
+MEGABYTES = 64
+SMALL_TENSORS = 5000
+
+
+class Timed(NamedTuple):
+    """Seconds."""
+
+    submit: float
+    end: float
+    skew: float
+
+
+class Receiver:
+    """Touches what it gets and says when it began."""
+
+    @dispatch("all_to_all")
+    def take(self, batch: Any) -> float:
+        return _begun(batch)
+
+    @dispatch("one_to_all")
+    def take_same(self, batch: Any) -> float:
+        return _begun(batch)
+
+    @dispatch("one_to_all")
+    def nothing(self) -> float:
+        return time.monotonic()
+
+    @dispatch("one_to_all")
+    def echo(self, value: int) -> int:
+        return value
+
+
+def _begun(batch: Any) -> float:
+    """The moment a method has its argument, on the machine's one clock."""
+    begun = time.monotonic()
+    if len(batch) < 0:
+        raise ValueError("no batch")
+    return begun
+
+
+def run(quick: bool) -> list[Result]:
+    repetitions = 3 if quick else 9
+    try:
+        import ray  # noqa: F401
+    except ImportError:
+        return [*_local_alone(repetitions), skipped("against Ray and verl", "x", "pip install ray==2.60.0 verl==0.9.1")]
+    with _ray(), Cluster(execute_threads=WORKERS) as cluster:
+        results = _beside_ray(cluster, repetitions * 20)
+        try:
+            import verl  # noqa: F401
+        except ImportError:
+            return [*results, skipped("against verl", "x", "pip install verl==0.9.1")]
+        return [*results, *_beside_verl(cluster, repetitions)]
+
+
+@contextmanager
+def _ray() -> Iterator[None]:
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="pst-ray-") as folder:
+        home, os.environ["HOME"] = os.environ.get("HOME"), folder  # Ray writes a token file there
+        try:
+            ray.init(num_cpus=3 * WORKERS, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
+            yield
+        finally:
+            ray.shutdown()
+            if home is not None:
+                os.environ["HOME"] = home
+
+
+def _timed(submit: Callable[[], Callable[[], list[float]]], repetitions: int) -> Timed:
+    """Medians over repetitions, the first left out: it warms both sides up."""
+    rows = []
+    for _ in range(repetitions + 1):
+        start = time.monotonic()
+        result = submit()
+        submitted = time.monotonic()
+        begun = result()
+        rows.append((submitted - start, time.monotonic() - start, max(begun) - min(begun)))
+        del result
+        time.sleep(0.05)  # the object store frees in the background
+    return Timed(*(median(column) for column in zip(*rows[1:])))
+
+
+def _group_call(method: Any, *args: Any) -> Callable[[], Callable[[], list[float]]]:
+    def submit() -> Callable[[], list[float]]:
+        pending = method.submit(*args)
+        return lambda: list(pending.result(120))
+
+    return submit
+
+
+def _beside_verl(cluster: Cluster, repetitions: int) -> list[Result]:
+    import torch
+
+    ours = cluster.ray(Receiver, WORKERS, name="columns")
+    peers = _verl_actors()
+    tensors = [torch.rand(64, MEGABYTES * 16384 // 64) for _ in range(WORKERS)]
+    many = {f"t{k}": torch.rand(1, 256) for k in range(SMALL_TENSORS)}
+    cases: list[tuple[str, str, Any, Any, tuple[float | None, float | None, float | None]]] = [
+        ("64 MB each", "take", [_proto({"x": t}) for t in tensors], [{"x": t} for t in tensors], (0.10, 0.15, 0.10)),
+        ("64 MB to all", "take_same", [_proto({"x": tensors[0]})] * WORKERS, {"x": tensors[0]}, (None, 0.40, None)),
+        ("5,000 tensors of 1 KB", "take_same", [_proto(many)] * WORKERS, many, (None, 0.15, None)),
+        ("empty call", "nothing", None, None, (None, 1.0, None)),
+    ]
+    results = []
+    for what, method, theirs, mine, bounds in cases:
+        peer = _timed(_verl_call(peers, method, theirs), repetitions)
+        by_mode = {}
+        for mode in ("all", "all_multithread"):
+            group = cluster.group(ours, execute_mode=mode)
+            by_mode[mode] = _timed(_our_call(group, method, mine), repetitions)
+        results += _ratios(what, peer, by_mode["all"], bounds)
+        results += _modes(what, by_mode["all"], by_mode["all_multithread"])
+    return results
+
+
+def _our_call(group: WorkerGroup, method: str, value: Any) -> Callable[[], Callable[[], list[float]]]:
+    """From tensors to answers: making the batch is part of the call, as serializing is of the peer's."""
+
+    def submit() -> Callable[[], list[float]]:
+        args: tuple[Any, ...] = ()
+        if isinstance(value, dict):
+            args = (from_tensors(value),)
+        elif value is not None:
+            args = ([from_tensors(entry) for entry in value],)
+        pending = group.submit(method, *args)
+        return lambda: list(pending.result(120))
+
+    return submit
+
+
+def _verl_actors() -> list[Any]:
+    import ray
+
+    remote = ray.remote(Receiver)
+    actors = [remote.options(num_cpus=1).remote() for _ in range(WORKERS)]
+    ray.get([actor.nothing.remote() for actor in actors])
+    return actors
+
+
+def _proto(tensors: dict[str, Any]) -> Any:
+    from verl import DataProto
+
+    return DataProto.from_dict(tensors=tensors)
+
+
+def _verl_call(actors: list[Any], method: str, protos: Any) -> Callable[[], Callable[[], list[float]]]:
+    """What `RayWorkerGroup.execute_all_async` does: `remote` for each worker in turn, with its own argument."""
+    import ray
+
+    def submit() -> Callable[[], list[float]]:
+        arguments = [()] * len(actors) if protos is None else [(proto,) for proto in protos]
+        references = [getattr(actor, method).remote(*args) for actor, args in zip(actors, arguments)]
+        return lambda: list(ray.get(references))
+
+    return submit
+
+
+def _ratios(
+    what: str, peer: Timed, mine: Timed, bounds: tuple[float | None, float | None, float | None]
+) -> list[Result]:
+    results = []
+    for name, theirs, ours, bound in zip(("submit", "end to end", "start skew"), peer, mine, bounds):
+        note = f"{ours * 1e3:.1f} against {theirs * 1e3:.1f} ms"
+        label = f"{what}, {name} / verl's"
+        if bound is None:
+            results.append(Result(label, ours / theirs, "x", note=note))
+        else:
+            results.append(at_most(label, ours / theirs, bound, "x", note=note))
+    return results
+
+
+def _modes(what: str, serial: Timed, threaded: Timed) -> list[Result]:
+    note = f"{threaded.end * 1e3:.1f} against {serial.end * 1e3:.1f} ms"
+    skew = f"{threaded.skew * 1e3:.1f} against {serial.skew * 1e3:.1f} ms"
+    return [
+        at_most(f"{what}, all_multithread / all, end to end", threaded.end / serial.end, 1.0, "x", note=note),
+        Result(f"{what}, all_multithread / all, start skew", threaded.skew / serial.skew, "x", note=skew),
+    ]
+
+
+def _beside_ray(cluster: Cluster, repetitions: int) -> list[Result]:
+    """A call of four workers by processes and by Ray actors through the same group, and by Ray alone."""
+    import ray
+
+    local = cluster.group(cluster.local(Receiver, WORKERS, name="local"))
+    workers: RayWorkers = cluster.ray(Receiver, WORKERS, name="ray")
+    ours = cluster.group(workers)
+    bare = _verl_actors()
+    seconds: dict[str, list[float]] = {"local": [], "ray": [], "bare": []}
+    for _ in range(repetitions):
+        for name, call in (
+            ("local", lambda: local.echo(1)),
+            ("ray", lambda: ours.echo(1)),
+            ("bare", lambda: ray.get([actor.echo.remote(1) for actor in bare])),
+        ):
+            start = time.monotonic()
+            call()
+            seconds[name].append(time.monotonic() - start)
+    mine, through, alone = (median(seconds[name]) for name in ("local", "ray", "bare"))
+    large = _large(local, ours)
+    for actor in bare:
+        ray.kill(actor)
+    workers.close()
+    local.workers.close()
+    return [
+        at_most("local call / Ray call", mine / alone, 0.2, "x", note=f"{mine * 1e3:.2f} against {alone * 1e3:.2f} ms"),
+        Result("group call on Ray / Ray call", through / alone, "x", note=f"{through * 1e3:.2f} ms"),
+        *large,
+    ]
+
+
+def _large(local: WorkerGroup, ours: WorkerGroup) -> list[Result]:
+    """The same 64 MB to each worker, by shared memory of processes and by Ray's object store."""
+    import torch
+
+    batches: list[Batch] = [from_tensors({"x": torch.rand(64, MEGABYTES * 16384 // 64)}) for _ in range(WORKERS)]
+    mine = _timed(_group_call(local.take, batches), 3)
+    theirs = _timed(_group_call(ours.take, batches), 3)
+    note = f"{mine.end * 1e3:.1f} against {theirs.end * 1e3:.1f} ms"
+    return [Result("64 MB each, local / Ray, end to end", mine.end / theirs.end, "x", note=note)]
+
+
+def _local_alone(repetitions: int) -> list[Result]:
+    with Cluster(execute_threads=WORKERS) as cluster:
+        local = cluster.group(cluster.local(Receiver, WORKERS))
+        timed = _timed(_group_call(local.nothing), repetitions * 20)
+    return [Result("local call of four workers", timed.end * 1e3, "ms")]
