@@ -377,6 +377,19 @@ def test_money_is_a_limit() -> None:
     assert len(jobs) == 4
 
 
+def test_an_attempt_that_was_cancelled_is_paid_for_unless_the_provider_refunds_it() -> None:
+    def spent(refunds: bool) -> float:
+        scheduler = one(price_per_request=1.0, refunds_cancelled=refunds)
+        job = scheduler.submit("job", 0.0)
+        (attempt,) = scheduler.dispatch(0.0)
+        scheduler.cancel(job)
+        scheduler.report(attempt, Outcome(Kind.CANCELLED), 1.0)
+        return scheduler.spent
+
+    assert spent(False) == 1.0
+    assert spent(True) == 0.0
+
+
 def test_a_spent_account_is_left_alone_and_the_job_goes_elsewhere_or_says_so() -> None:
     scheduler = two({}, {})
     spent = Outcome(Kind.SPENT, "HTTP 429", 429, body="insufficient_quota")

@@ -1,7 +1,7 @@
 """How calls of an accelerated function are made: options that can change while they run, and what became of them.
 
-Decides which options are possible, and how a file's `[functions.NAME]` changes them: all or nothing. Refuses to know
-how a call goes (`accelerated`) and whose turn it is (`turns`).
+Decides which options are possible, what a call does about each error, and how a file's `[functions.NAME]` changes
+options: all or nothing. Refuses to know how an attempt is made (`accelerated`) and whose turn it is (`turns`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,30 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.reward.failures import DeadlinePassed
+from penstock.reward.headers import retry_after_s
 from penstock.reward.limits import FunctionLimits, load_functions
 from penstock.reward.retry import Kind, kind_of_error
 from penstock.reward.turns import Turns
 
-__all__ = ["NO_DEFAULT", "CallOptions", "InForce", "Stats", "checked_limits", "named", "reload_functions"]
+__all__ = [
+    "NO_DEFAULT",
+    "Call",
+    "CallOptions",
+    "InForce",
+    "Stats",
+    "checked_limits",
+    "clock",
+    "named",
+    "reload_functions",
+]
 
 NO_DEFAULT: Any = object()
+clock = time.monotonic
+
+MOST_TURNED_AWAY = 64
+"""Times that one call may be turned away (429) before it counts as failed, where no deadline ends it earlier."""
+PAUSE_S = 0.1
+"""Pause after the second failure of a call, doubled with each further one; none after the first and the last."""
 
 
 @dataclasses.dataclass
@@ -107,6 +124,54 @@ class CallOptions:
         if self.retry_on and isinstance(error, self.retry_on):
             return Kind.BROKEN
         return kind_of_error(error, self.classify)
+
+
+class Call:
+    """One call's way through its attempts, sync and async alike: what to do about each error."""
+
+    __slots__ = ("args", "began", "broken", "deadline", "key", "kwargs", "options", "priority", "turned_away")
+
+    def __init__(self, options: CallOptions, args: Any, kwargs: Any) -> None:
+        self.options = options
+        self.args = args
+        self.kwargs = kwargs
+        self.began = clock()
+        self.deadline = math.inf if options.timeout_s is None else self.began + options.timeout_s
+        self.key = options.key(*args, **kwargs) if options.key is not None else None
+        self.priority = options.priority(*args, **kwargs) if callable(options.priority) else options.priority
+        self.broken = 0
+        self.turned_away = 0
+
+    def pause_s(self, error: BaseException, turns: Turns) -> float | None:
+        """Seconds to wait before the next attempt; None where there is none, which is found out without waiting."""
+        kind = self.options.kind(error)
+        if kind is Kind.BROKEN:
+            self.broken += 1
+            if self.broken >= self.options.attempts:
+                return None
+            pause_s = 0.0 if self.broken == 1 else PAUSE_S * 2.0 ** (self.broken - 2)
+        elif kind is Kind.TURNED_AWAY:
+            self.turned_away += 1
+            if self.turned_away > MOST_TURNED_AWAY or (self.options.attempts == 1 and self.deadline == math.inf):
+                return None
+            asked_s = _asked_s(error)
+            pause_s = min(5.0, PAUSE_S * 2.0 ** (self.turned_away - 1)) if asked_s is None else asked_s
+            turns.hold(self.key, clock(), pause_s)
+        else:
+            return None
+        return pause_s if clock() + pause_s < self.deadline else None
+
+    def late(self, name: str) -> DeadlinePassed:
+        return DeadlinePassed(f"{name} had no result after {clock() - self.began:.3g} s")
+
+
+def _asked_s(error: BaseException) -> float | None:
+    """What the error's own answer says about waiting (`error.response.headers`, as httpx and its users have it)."""
+    headers = getattr(getattr(error, "response", None), "headers", None) or getattr(error, "headers", None)
+    try:
+        return retry_after_s(headers, time.time()) if headers is not None else None
+    except (TypeError, AttributeError):
+        return None
 
 
 class InForce:
