@@ -538,17 +538,19 @@ def test_an_instance_too_small_for_an_older_batch_is_not_kept_on_its_version() -
 def test_an_engine_that_ends_a_sample_before_its_length_is_not_believed() -> None:
     world, [short] = ready_world()
     world.trainer(submit(prompts=[[1]], samples_per_prompt=1, max_new_tokens=8))
-    for _ in range(3):
+    for _ in range(2):
         [lease] = short.sequences
         short.sequences.clear()
         world.send(short, tokens((lease, 0, [10, 11], Finish.LENGTH)))
     world.pass_time(1.0)
     [refused] = world.of_kind(RowsRefused)
     assert isinstance(refused, RowsRefused)
-    assert (refused.rows, refused.cause) == (3, "finished by LENGTH before max_new_tokens")
-    got = world.delivered["train-0", 0, 0]
-    assert (got.token_ids, got.finish) == ([], Finish.FAILED)
-    assert "finished by LENGTH before max_new_tokens" in got.cause
+    assert (refused.rows, refused.cause) == (2, "finished by LENGTH before max_new_tokens")
+    [(peer, cause)] = world.closed
+    assert (peer, cause) == (short.peer, "its engine's rows make no sense: finished by LENGTH before max_new_tokens")
+    world.join_ready("other")
+    world.play_out()
+    check_delivered(world, "train-0", 1, 1, 8)
 
 
 def test_names_are_forgotten_in_time_and_no_id_is_ever_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:

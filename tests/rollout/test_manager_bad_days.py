@@ -84,6 +84,36 @@ def test_an_engine_that_only_draws_nonsense_is_refused_with_the_reason_before_it
     assert world.done["train-0"].failed == 0
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_last_sample_of_a_batch_is_not_set_aside_because_one_engine_only_draws_nonsense(others: int) -> None:
+    world = published()
+    bad = watched(world, "bad", 6)
+    world.trainer(submit())
+    for _ in range(others):
+        watched(world, "good", 6)
+    for _ in range(2):
+        assert len(bad.sequences) == 1, "it is given back to the same engine: no other holds work"
+        world.send(bad, spoilt(bad, math.nan))
+    world.pass_time(0.1)
+    assert [peer for peer, _ in world.closed] == [bad.peer]
+    watched(world, "another", 6)
+    world.play_out()
+    assert world.done["train-0"].failed == 0
+
+
+def test_a_manager_that_stood_still_gives_nobody_up_for_what_it_did_not_hear() -> None:
+    world = published()
+    agent = watched(world, "engine")
+    world.trainer(submit())
+    silence_s = world.manager.config.fleet.heartbeat_s * world.manager.config.fleet.heartbeats_missed
+    world.now += 100.0
+    world.manager.on_pause(100.0, world.now)
+    world.pass_time(0.0)
+    assert not world.closed
+    world.pass_time(silence_s + 0.1)
+    assert [peer for peer, _ in world.closed] == [agent.peer], "what is silent while it listens is given up as ever"
+
+
 def test_one_sample_that_no_engine_can_draw_is_set_aside_and_costs_no_engine() -> None:
     world = published()
     agent = watched(world, "engine", 8)

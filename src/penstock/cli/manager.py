@@ -51,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--frame-steps", type=int, default=8, help="decode steps in one token frame (default 8)")
     parser.add_argument("--max-pending", type=int, default=16, help="samples waiting at one instance (default 16)")
+    parser.add_argument(
+        "--max-strikes",
+        type=int,
+        default=3,
+        help="a sample lost with its machine so often, without a new token in between, is set aside (default 3)",
+    )
     parser.add_argument("--journal", type=Path, metavar="DIR", help="keep samples here, so that the manager may die")
     parser.add_argument(
         "--journal-fsync",
@@ -109,6 +115,7 @@ def _check(args: argparse.Namespace) -> None:
         ("mib_per_s", 0.001, 1e6),
         ("frame_steps", 1, 1 << 16),
         ("max_pending", 0, 1 << 20),
+        ("max_strikes", 1, 1 << 20),
         ("journal_max_mib", 1, 1 << 24),
         ("trainer_grace_s", 0, 1e6),
     ):
@@ -138,6 +145,7 @@ async def _serve(args: argparse.Namespace, token: str, own_tokens: dict[str, str
         ),
         frame_steps=args.frame_steps,
         max_pending_per_instance=args.max_pending,
+        max_strikes=args.max_strikes,
         balance=args.balance,
         max_context_tokens=args.max_context,
         max_frame_bytes=frame_bytes,

@@ -28,8 +28,10 @@ NAMES_REMEMBERED = 4096
 """Agents' names whose number of uses is known; of the others only the greatest such number is."""
 SENSELESS_WEIGHT = 8
 DISTRUST_LIMIT = 32
+SENSELESS_FRAMES = 2
 """Four senseless rows, with fewer than eight sound ones for each in between, are the engine's fault: each of them costs
-its sample a strike, so that an engine that only draws nonsense must go before it has struck the samples out."""
+its sample a strike, so that an engine that only draws nonsense must go before it has struck the samples out. So are two
+frames in a row of nothing else: an engine with one sample alone would strike that one out."""
 MAX_RUNNING_LIMIT = 1 << 20
 RETRY_FIRST_S = 0.5
 """Wait before the first new try of a failed load; doubles up to RETRY_MOST_S."""
@@ -99,6 +101,8 @@ class Instance:
     rows_refused: int = 0
     distrust: int = 0
     """Grows with rows that make no sense, shrinks with those that do."""
+    senseless_frames: int = 0
+    """In a row: frames with rows that make no sense and none that does."""
     frames_refused: int = 0
     beat: Heartbeat | None = None
     cause: str = ""
@@ -295,7 +299,11 @@ class Fleet:
     def distrusted(self, instance: Instance, senseless: int, sound: int) -> bool:
         """Takes note of a frame's rows; True where the engine is broken rather than one of its samples."""
         instance.distrust = max(0, instance.distrust + SENSELESS_WEIGHT * senseless - sound)
-        return instance.distrust >= DISTRUST_LIMIT
+        if sound:
+            instance.senseless_frames = 0
+        elif senseless:
+            instance.senseless_frames += 1
+        return instance.distrust >= DISTRUST_LIMIT or instance.senseless_frames >= SENSELESS_FRAMES
 
     def forget_versions(self, cause: str, now: float, only: int | None = None) -> None:
         """Weight versions of another trainer mean nothing: instances that have one (`only`: that one) load anew."""
@@ -307,6 +315,12 @@ class Fleet:
             instance.version = instance.target = NO_VERSION
             if instance.state in (State.LOADING, State.READY):
                 self._enter(instance, State.JOINING, cause, now)
+
+    def excuse(self, seconds: float, now: float) -> None:
+        """Nobody was listened to for so long: no instance's silence, and none of its deadlines, ran meanwhile."""
+        for instance in self._living.values():
+            instance.heard_at = min(now, instance.heard_at + seconds)
+            instance.state_since = min(now, instance.state_since + seconds)
 
     def overdue(self, now: float) -> list[tuple[Instance, str]]:
         """Instances to be given up for dead, with the cause."""

@@ -52,6 +52,8 @@ __all__ = ["TRAINER", "Decisions", "Manager", "ManagerConfig"]
 
 CAUSES_TOLD = 20
 """Causes of refused rows told apart at one tick; the rest are counted as one."""
+CAUSES_OF_DISTRUST = 3
+"""Named where an instance is refused for its rows; each may have a token of its own in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,12 @@ class Manager:
 
     # ---- time
 
+    def on_pause(self, seconds: float, now: float) -> None:
+        """This manager itself stood still for so long, as when its machine was suspended; what came in meanwhile is
+        still to be read."""
+        self._now = now
+        self.fleet.excuse(seconds, now)
+
     def tick(self, now: float) -> Decisions:
         """To be called a few times a second: deadlines, retries, announcements, status."""
         self._now = now
@@ -312,14 +320,16 @@ class Manager:
             self._note_moved(instance, applied.moved, applied.moved_tokens, "taken back from the instance")
         if applied.finished:
             self._deliver(applied.finished)
-        if applied.finished or applied.moved:
+        rows = len(frame.finishes)
+        if self.fleet.distrusted(instance, len(applied.stop), rows - applied.refused.total()):
+            # Before anything is given to it again, and at no sample's expense.
+            causes = "; ".join(list(applied.refused)[:CAUSES_OF_DISTRUST])
+            self._refuse_agent(instance, f"its engine's rows make no sense: {causes}", suspects=False)
+        elif applied.finished or applied.moved:
             self._dispatch()
             if not self.tracker.leases_of(instance.id):
                 # Idle now: the next weight version may be waiting for that.
                 self._steer()
-        rows = len(frame.finishes)
-        if self.fleet.distrusted(instance, len(applied.stop), rows - applied.refused.total()):
-            self._refuse_agent(instance, f"its engine's rows make no sense: {'; '.join(applied.refused)}")
 
     def _strangers(self) -> list[tuple[Instance, str]]:
         """Instances whose engine can't be of the model that open batches are for."""
@@ -334,17 +344,17 @@ class Manager:
             if instance.holds(batch.version) and not instance.knows(batch.top_token)
         ]
 
-    def _refuse_agent(self, instance: Instance, cause: str) -> None:
-        """A peer that sends nonsense is not listened to any further."""
+    def _refuse_agent(self, instance: Instance, cause: str, suspects: bool = True) -> None:
+        """A peer that sends nonsense is not listened to any further. `suspects`: one of its samples may be why."""
         self.counts.frames_refused += 1
         instance.frames_refused += 1
         self._emit(FrameRefused(ts=self._ts, peer=instance.id, cause=cause))
         self._out.close(instance.peer, cause)
-        self._lose(instance, f"sent a frame that was refused: {cause}", orderly=False)
+        self._lose(instance, f"sent a frame that was refused: {cause}", orderly=False, suspects=suspects)
 
-    def _lose(self, instance: Instance, cause: str, orderly: bool) -> None:
-        suspects = 0 if orderly else instance.max_running
-        evicted = self.tracker.evict(instance.id, f"{instance.id} is gone: {cause}", suspects)
+    def _lose(self, instance: Instance, cause: str, orderly: bool, suspects: bool = True) -> None:
+        suspected = instance.max_running if suspects and not orderly else 0
+        evicted = self.tracker.evict(instance.id, f"{instance.id} is gone: {cause}", suspected)
         self.fleet.lose(instance, cause, self._now, orderly)
         self.balancing.gone(instance.id)
         if evicted.moved:

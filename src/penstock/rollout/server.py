@@ -419,8 +419,14 @@ class ManagerServer:
     # ---- decisions become bytes
 
     async def _tick(self) -> None:
+        heartbeat_s = self.config.manager.fleet.heartbeat_s
+        due = time.monotonic()
         while True:
-            self._carry_out(self.manager.tick(time.monotonic()))
+            now = time.monotonic()
+            if now - due > heartbeat_s:
+                self.manager.on_pause(now - due, now)
+            due = now + self.config.tick_s
+            self._carry_out(self.manager.tick(now))
             if self._journal is not None:
                 self._journal.tick(time.monotonic())
             await asyncio.sleep(self.config.tick_s)
