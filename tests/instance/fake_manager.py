@@ -42,7 +42,7 @@ class Session:
     async def send(self, frame: FrameFromManager) -> None:
         await self.ws.send_bytes(encode(frame))
 
-    async def wait_for(self, found: Callable[[list[FrameToManager]], Any], within_s: float = 15.0) -> Any:
+    async def wait_for(self, found: Callable[[list[FrameToManager]], Any], within_s: float = 60.0) -> Any:
         """The first true result of `found` on the frames received so far."""
         async with asyncio.timeout(within_s), self.changed:
             while True:
@@ -120,7 +120,7 @@ class FakeManager:
             await session.ws.close()
         await self._runner.cleanup()
 
-    async def session(self, number: int = 1, within_s: float = 15.0) -> Session:
+    async def session(self, number: int = 1, within_s: float = 60.0) -> Session:
         """The `number`-th session, once its agent has said hello."""
         async with asyncio.timeout(within_s), self.arrived:
             while len(self.sessions) < number:

@@ -241,6 +241,31 @@ async def test_an_engine_that_never_ends_a_swap_ends_the_agent_with_that_cause(s
             assert goodbye.engine_failed
 
 
+async def test_an_engine_that_starts_on_its_first_weights_has_that_time_on_top_of_the_deadline(
+    store: WeightStore,
+) -> None:
+    async with FakeManager() as manager:
+        engine = SlowSwap()
+        async with running(agent_of(manager, engine, load_deadline_s=3.0, start_s=3600.0)):
+            session = await manager.session()
+            assert session.frames[0].start_s == 3600.0
+            await session.send(LoadWeights(version=0, source=store.address))
+            await engine.swapping.wait()
+            beats = len(session.of(Heartbeat))
+            # 3.5 s of them.
+            await session.wait_for(lambda _: len(session.of(Heartbeat)) > beats + 70, within_s=60.0)
+            engine.go_on.set()
+            assert (await session.next_of(VersionReady)).version == 0
+            await session.ws.close()
+            assert (await manager.session(2)).frames[0].start_s == 0.0, "it has started"
+
+
+async def test_an_agent_says_whether_it_is_on_one_of_the_trainers_own_devices() -> None:
+    for reserved in (False, True):
+        async with FakeManager() as manager, running(agent_of(manager, reserved=reserved)):
+            assert (await manager.session()).frames[0].reserved == reserved
+
+
 async def test_what_the_manager_takes_back_is_said_on_the_machines_own_screen(
     store: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -69,7 +69,7 @@ async def serving(**changes: object) -> AsyncIterator[ManagerServer]:
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -87,7 +87,7 @@ class Remote:
 
     async def read(self) -> bool:
         """Takes one frame; False when the connection has ended."""
-        message = await self.socket.receive(timeout=10)
+        message = await self.socket.receive(timeout=60)
         if message.type is not aiohttp.WSMsgType.BINARY:
             return False
         frame = decode_from_manager(message.data)
@@ -157,7 +157,7 @@ class Heard:
         self.ended.set()
 
     async def end(self) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await self.ended.wait()
 
 
@@ -609,7 +609,7 @@ async def test_a_signal_ends_the_process_cleanly_with_peers_connected(tmp_path: 
         client = RolloutClient(url, TOKEN, lambda _: None, lambda _: None)
         await client.connect()
         process.send_signal(number)
-        out, _ = await asyncio.to_thread(process.communicate, timeout=20)
+        out, _ = await asyncio.to_thread(process.communicate, timeout=60)
         assert process.returncode == 0, out
         assert url in out
         assert "Traceback" not in out
@@ -625,7 +625,7 @@ def test_the_process_leaves_when_its_parent_does(tmp_path: Path) -> None:
         wait_ready(process, tmp_path)
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=60) == 0
     finally:
         process.kill()
         process.wait()
@@ -643,6 +643,7 @@ def test_the_process_leaves_when_its_parent_does(tmp_path: Path) -> None:
         (("--agent-token-file", "/nonexistent/token"), TOKEN, "can't read the token file"),
         (("--tls-cert", "/nonexistent/cert"), TOKEN, "belong together"),
         (("--hold-off-s", "-1"), TOKEN, "--hold-off-s is -1.0"),
+        (("--stall-s", "0"), TOKEN, "--stall-s is 0.0"),
     ],
 )
 def test_a_start_that_can_not_work_says_why(tmp_path: Path, arguments: tuple[str, ...], token: str, says: str) -> None:
@@ -678,13 +679,37 @@ async def test_the_longest_wait_of_an_agent_that_keeps_being_lost_can_be_set(
             for life in range(5):
                 async with http.ws_connect(f"{url}/agent", headers=HEADERS) as ws:
                     await ws.send_bytes(encode(hello))
-                    welcome = decode_from_manager((await ws.receive(timeout=20)).data)
+                    welcome = decode_from_manager((await ws.receive(timeout=60)).data)
                     assert isinstance(welcome, Welcome)
                     transport_of(ws).abort()
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while await gone_instances(http, url) <= life:
                         await asyncio.sleep(0.01)
         assert welcome.hold_off_s == waits
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.communicate)
+
+
+async def test_how_long_an_instance_may_hold_work_and_only_beat_can_be_set(tmp_path: Path) -> None:
+    process = start_process(tmp_path, "--stall-s", "0.5", "--heartbeat-s", "60")
+    try:
+        url = await asyncio.to_thread(wait_ready, process, tmp_path)
+        client = RolloutClient(url, TOKEN, lambda _: None, lambda _: None)
+        await client.connect()
+        await client.publish(1, "store:1", "")
+        hello = AgentHello(name="idle", engine="x", pid=1, host="h", max_running=1, max_context_tokens=1024)
+        async with aiohttp.ClientSession() as http, http.ws_connect(f"{url}/agent", headers=HEADERS) as ws:
+            remote = Remote(ws, SimulatedAgent("idle"))
+            await remote.send(hello)
+            await remote.until(lambda: remote.agent.loading is not None)
+            await remote.send(remote.agent.ready())
+            await Trainer(client).submit(samples=1, deadline_s=600.0)
+            await remote.until(lambda: remote.agent.sequences)
+            message = await ws.receive(timeout=60)
+        assert message.type is aiohttp.WSMsgType.CLOSE
+        assert "alive, with 1 samples, and no token of them for" in message.extra
+        await client.close()
     finally:
         process.kill()
         await asyncio.to_thread(process.communicate)

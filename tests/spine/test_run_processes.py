@@ -67,6 +67,7 @@ def test_engines_of_another_kind_are_agents_with_a_server_and_its_options(
     assert words[words.index("--engine-command") + 1] == "serve {model} {port}"
     assert words[words.index("--engine-start-s") + 1] == "77.0"
     assert words[-2:] == ["--engine.enforce-eager", "--engine.swap-space=2"]
+    assert "--reserved" in words
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,7 @@ def test_the_runs_manager_keeps_a_journal_in_the_runs_folder_unless_told_not_to(
         {
             "model": {"path": "unused"},
             "data": {"train": [{"kind": "jsonl", "path": "unused"}]},
+            "rollout": {"stall_s": 45},
             "manager": {"journal": journal, "journal_max_mib": 7, "trainer_grace_s": 12},
         }
     )
@@ -107,6 +109,7 @@ def test_the_runs_manager_keeps_a_journal_in_the_runs_folder_unless_told_not_to(
         processes.close()
     assert (tmp_path / "journal").exists() == (journal != "off")
     assert words[words.index("--trainer-grace-s") + 1] == "12.0"
+    assert words[words.index("--stall-s") + 1] == "45.0"
     if journal != "off":
         assert words[words.index("--journal-fsync") + 1] == journal
         assert words[words.index("--journal-max-mib") + 1] == "7"

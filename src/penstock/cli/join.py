@@ -64,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=_count, default=os.cpu_count() or 1, metavar="N", help="CPU threads (%(default)s)"
     )
     parser.add_argument("--name", default="", help="how the run's screens call it (host and process id)")
+    parser.add_argument(
+        "--reserved", action="store_true", help="one of the trainer's own devices, there for the whole run"
+    )
     parser.add_argument("--token-file", metavar="F", help="file with the run's token; else PENSTOCK_TOKEN is read")
     parser.add_argument(
         "--tls-ca", default="", metavar="F", help="CA (PEM) of the manager's and the store's certificate"
@@ -71,9 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-cert", default="", metavar="F", help="this machine's own certificate (PEM)")
     parser.add_argument("--tls-key", default="", metavar="F", help="its private key")
     parser.add_argument("--connections", type=_count, default=2, metavar="N", help="of one weight pull (%(default)s)")
-    parser.add_argument(
-        "--load-deadline-s", type=_positive, default=120.0, metavar="S", help="for one weight pull (%(default)s)"
-    )
     parser.add_argument(
         "--weights-codec",
         choices=("auto", "raw", "lossless", "delta"),
@@ -87,6 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--relay-port", type=_port, metavar="N", help="pass weights on to other instances from here; 0 takes a free one"
     )
     parser.add_argument("--weights-folder", metavar="D", help="keep what came of a version here, and go on from it")
+    parser.add_argument(
+        "--load-deadline-s", type=_positive, default=120.0, metavar="S", help="for one weight pull (%(default)s)"
+    )
     parser.add_argument(
         "--reconnect-s", type=_positive, default=60.0, metavar="S", help="a lost manager is dialled for (%(default)s)"
     )
@@ -263,25 +266,25 @@ class _Machine:
         from penstock.instance.agent import Agent
 
         args = self._args
-        self._engine = build_engine(args, self._progress)
-        self._agent = Agent(
-            self._engine,
         tls = tls_context(args)
         if tls is not None and args.relay_port is not None:
             raise ConfigError(
                 "--relay-port passes weights on without TLS; leave it out where the run is spoken to over TLS"
             )
+        self._engine = build_engine(args, self._progress)
+        self._agent = Agent(
+            self._engine,
             args.manager,
             self._token,
             args.name or f"{socket.gethostname()}-{os.getpid()}",
             connections=args.connections,
-            load_deadline_s=args.load_deadline_s,
-            reconnect_s=args.reconnect_s,
-            stall_s=args.stall_s,
             codec=args.weights_codec,
             keep_base=not args.no_weights_base,
             relay_port=args.relay_port,
             partial_folder=Path(args.weights_folder) if args.weights_folder else None,
+            load_deadline_s=args.load_deadline_s,
+            reconnect_s=args.reconnect_s,
+            stall_s=args.stall_s,
             tls=tls,
             reserved=args.reserved,
             # A server that is started here begins with the first weights.
@@ -335,9 +338,6 @@ def _count(text: str) -> int:
     return number
 
 
-def _positive(text: str) -> float:
-    number = float(text)
-    if not number > 0:
 def _port(text: str) -> int:
     number = int(text)
     if not 0 <= number < 65536:
@@ -345,5 +345,8 @@ def _port(text: str) -> int:
     return number
 
 
+def _positive(text: str) -> float:
+    number = float(text)
+    if not number > 0:
         raise argparse.ArgumentTypeError(f"{text} is impossible; give a number above 0")
     return number

@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heartbeat-s", type=float, default=2.0, help="an instance silent for three of these is dead")
     parser.add_argument("--load-deadline-s", type=float, default=120.0, help="to load a weight version (default 120)")
     parser.add_argument(
+        "--stall-s", type=float, default=300.0, help="for an instance with work to give no token of it (default 300)"
+    )
+    parser.add_argument(
         "--hold-off-s",
         type=float,
         default=60.0,
@@ -110,6 +113,7 @@ def _check(args: argparse.Namespace) -> None:
         ("max_context", 0, 1 << 24),
         ("heartbeat_s", 0.01, 3600),
         ("load_deadline_s", 0.01, 1e6),
+        ("stall_s", 0.01, 1e6),
         ("hold_off_s", 0, 3600),
         ("frames_per_s", 1, 1e9),
         ("mib_per_s", 0.001, 1e6),
@@ -147,6 +151,7 @@ async def _serve(args: argparse.Namespace, token: str, own_tokens: dict[str, str
         max_pending_per_instance=args.max_pending,
         max_strikes=args.max_strikes,
         balance=args.balance,
+        stall_s=args.stall_s,
         max_context_tokens=args.max_context,
         max_frame_bytes=frame_bytes,
         trainer_grace_s=args.trainer_grace_s,

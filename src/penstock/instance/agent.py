@@ -87,6 +87,8 @@ class Agent:
     `connections` is the number of TCP connections of one weight pull, `load_deadline_s` its deadline; `codec`,
     `keep_base`, `relay_port` and `partial_folder` are the `WeightLoader`'s. A lost manager
     is dialled again for `reconnect_s` seconds. An engine that has work and makes no progress for `stall_s` is given up.
+    `reserved`: on one of the trainer's own devices, which the manager is told. `start_s` is what the engine may take to
+    start with its first weights, on top of `load_deadline_s`.
     With `tls`, manager (https://) and weight store are both spoken to over TLS; a certificate in it that names the role
     of agents makes `token` superfluous.
     """
@@ -109,6 +111,8 @@ class Agent:
         relay_port: int | None = None,
         partial_folder: Path | None = None,
         tls: ssl.SSLContext | None = None,
+        reserved: bool = False,
+        start_s: float = 0.0,
     ) -> None:
         self._engine = engine
         self._url = agent_url(manager_url)
@@ -119,6 +123,8 @@ class Agent:
         self._stall_s = stall_s
         self._max_frame_bytes = max_frame_bytes
         self._tls = tls
+        self._reserved = reserved
+        self._start_s = start_s
         self._frame_limit = max_frame_bytes
         """Bytes of one frame in this session, either way."""
         self._loader = WeightLoader(
@@ -267,6 +273,8 @@ class Agent:
             max_running=info.max_running,
             max_context_tokens=info.max_context_tokens,
             device=info.device,
+            reserved=self._reserved,
+            start_s=self._start_s if self._engine.version < 0 else 0.0,
         )
         self._frame_limit = self._max_frame_bytes
         try:
@@ -467,17 +475,16 @@ class Agent:
 
     async def _swap_in(self, staged: StagedWeights) -> None:
         """A swap that has begun is left to end, even where the session that asked for it does not outlive it."""
+        deadline_s = self._load_deadline_s + (self._start_s if self._engine.version < 0 else 0.0)
         try:
-            async with asyncio.timeout(self._load_deadline_s):
+            async with asyncio.timeout(deadline_s):
                 if self._swap is not None:
                     await asyncio.wait((self._swap,))
                 self._swap = asyncio.create_task(self._engine.update_weights(staged), name="agent-swap")
                 await asyncio.shield(self._swap)
         except TimeoutError:
             version = staged.manifest.version
-            raise SwapStuck(
-                f"the engine did not take weight version {version} within {self._load_deadline_s:g} s"
-            ) from None
+            raise SwapStuck(f"the engine did not take weight version {version} within {deadline_s:g} s") from None
 
     # ---- leaving
 

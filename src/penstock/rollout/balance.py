@@ -46,6 +46,8 @@ class InstanceLoad:
     """As it reported last; 0 where it has not yet."""
     pending: int = 0
     """Samples that wait at it, as it reported last: more than `samples - max_running` where its memory is full."""
+    reserved: bool = False
+    """On one of the trainer's own devices; remote otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

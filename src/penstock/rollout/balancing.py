@@ -104,6 +104,7 @@ class Balancing:
             max_running=instance.max_running,
             tokens_per_s=instance.tokens_per_s,
             pending=self.pending(instance),
+            reserved=instance.reserved,
         )
 
     def pending(self, instance: Instance) -> int:

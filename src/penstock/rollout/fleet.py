@@ -36,6 +36,8 @@ MAX_RUNNING_LIMIT = 1 << 20
 RETRY_FIRST_S = 0.5
 """Wait before the first new try of a failed load; doubles up to RETRY_MOST_S."""
 RETRY_MOST_S = 15.0
+START_MOST_S = 3600.0
+"""No engine is believed to take longer to start."""
 RATE_MEMORY_S = 3.0
 """Time constant of an instance's smoothed token rate."""
 
@@ -60,7 +62,8 @@ class FleetConfig:
     hello_s: float = 10.0
     """From the connection to the hello."""
     load_deadline_s: float = 120.0
-    """From the first request to load a version until it is held, tries that failed included."""
+    """From the first request to load a version until it is held, tries that failed included; an instance's first
+    version may take longer by what its engine takes to start, which its hello says."""
     drain_s: float = 30.0
     """From the request to leave until it is gone."""
     flapping: FlapConfig = field(default_factory=FlapConfig)
@@ -81,6 +84,10 @@ class Instance:
     host: str = ""
     pid: int = 0
     device: str = ""
+    reserved: bool = False
+    """On one of the trainer's own devices; remote otherwise."""
+    start_s: float = 0.0
+    """Added to the deadline of its first load."""
     max_running: int = 1
     max_context_tokens: int = 0
     """Prompt and output of one sequence; settled once a version is held, since a model has a limit of its own."""
@@ -213,11 +220,14 @@ class Fleet:
                 f"max_running = {frame.max_running} and max_context_tokens = {frame.max_context_tokens}; "
                 f"1 to {MAX_RUNNING_LIMIT}, and at least 1"
             )
+        if not frame.start_s >= 0:
+            raise WireError(f"start_s = {frame.start_s}; at least 0")
         instance.id = self._id_for(frame.name)
         self._peers[instance.id] = instance.peer
         instance.name, instance.engine = frame.name, frame.engine[:80]
         instance.host, instance.pid, instance.device = frame.host[:200], frame.pid, frame.device[:80]
         instance.max_running, instance.max_context_tokens = frame.max_running, frame.max_context_tokens
+        instance.reserved, instance.start_s = frame.reserved, min(frame.start_s, START_MOST_S)
         instance._rate_at = instance._hello_at = now
         # Where no name was chosen it ends in the process's id, which a machine that comes back has another of.
         instance._flap_key = frame.name.removesuffix(f"-{frame.pid}")
@@ -253,7 +263,7 @@ class Fleet:
         instance.version, instance.vocab_size = frame.version, frame.vocab_size
         instance.max_context_tokens = frame.max_context_tokens
         instance.max_running = frame.max_running or instance.max_running
-        instance.retry_at = None
+        instance.retry_at, instance.start_s = None, 0.0
         self.emit(
             WeightsLoaded(
                 ts=now + self.wall_offset_s,
@@ -334,7 +344,7 @@ class Fleet:
                     found.append((instance, f"no hello for {silent_s:.1f} s after connecting"))
             elif silent_s > silence_s:
                 found.append((instance, f"silent for {silent_s:.1f} s: {config.heartbeats_missed} heartbeats missed"))
-            elif instance.state is State.LOADING and in_state_s > config.load_deadline_s:
+            elif instance.state is State.LOADING and in_state_s > config.load_deadline_s + instance.start_s:
                 last = f"; the last try: {instance.load_cause}" if instance.load_cause else ""
                 found.append(
                     (instance, f"weight version {instance.target} was not loaded after {in_state_s:.1f} s{last}")
@@ -367,6 +377,7 @@ class Fleet:
                     age_s=round(now - instance.connected_at, 1),
                     cause=instance.cause,
                     orderly=instance.orderly,
+                    reserved=instance.reserved,
                 )
             )
         return tuple(rows)

@@ -23,6 +23,7 @@ from penstock.rollout.fleet import Fleet, FleetConfig, Instance, State
 from penstock.rollout.journal import Recovered, placed_records, tokens_record
 from penstock.rollout.journal_snapshot import Snapshot
 from penstock.rollout.outbox import TRAINER, Decisions, Outbox
+from penstock.rollout.stalls import Stalls
 from penstock.rollout.starts import start_frames
 from penstock.rollout.tracker import Tracker
 from penstock.rollout.trainer_side import TrainerSide
@@ -75,6 +76,9 @@ class ManagerConfig:
     """Waiting while instances still load is announced after so long; with none there, at once."""
     trainer_grace_s: float = 0.0
     """A trainer's batches are kept for so long after it is lost, and worked on; 0: they are void at once."""
+    stall_s: float = 300.0
+    """A ready instance that has work and gives no token for so long is given up, though it beats. Longer than agents
+    wait for their engines, who can tell a slow one from one that is stuck."""
     max_strikes: int = 3
     """A sample that is lost with its instance so often, without a new token in between, is set aside as failed."""
 
@@ -99,6 +103,7 @@ class Manager:
         self.epoch = epoch
         self.fleet = Fleet(config.fleet, self._emit, wall_offset_s)
         self.wall_offset_s = wall_offset_s
+        self.stalls = Stalls(self.tracker, self.fleet, config.stall_s)
         self.versions = Versions(self.tracker, self.fleet)
         self.waiting = Waiting(
             self.tracker, self.fleet, self.versions, self._emit, config.announce_wait_s, wall_offset_s
@@ -229,9 +234,10 @@ class Manager:
     def tick(self, now: float) -> Decisions:
         """To be called a few times a second: deadlines, retries, announcements, status."""
         self._now = now
-        for instance, cause in self.fleet.overdue(now):
-            self._out.close(instance.peer, cause)
-            self._lose(instance, cause, orderly=instance.state is State.DRAINING)
+        for overdue in (self.fleet.overdue, self.stalls.overdue):
+            for instance, cause in overdue(now):
+                self._out.close(instance.peer, cause)
+                self._lose(instance, cause, orderly=instance.state is State.DRAINING)
         for instance, cause in self._strangers():
             self._refuse_agent(instance, cause)
         self.trainer.tick(now)

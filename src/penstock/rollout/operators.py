@@ -120,6 +120,8 @@ def metrics(manager: Manager, now: float) -> str:
     family("samples", "gauge", "Samples of open batches by state.", [({"state": s}, n) for s, n in states.items()])
     by_state = [({"state": state.value}, float(manager.fleet.count(state))) for state in State if state != State.GONE]
     family("instances", "gauge", "Living instances by state.", by_state)
+    reserved = sum(instance.reserved for instance in manager.fleet)
+    single("instances_reserved", "gauge", "Living instances on the trainer's own devices.", reserved)
     single("instances_gone_total", "counter", "Instances that left or were given up.", manager.fleet.gone_count)
     family(
         "instance_tokens_accepted_total",

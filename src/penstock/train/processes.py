@@ -97,6 +97,7 @@ class LocalProcesses:
             ["manager", "--host", manager.host, "--port", str(port)]
             + ["--max-frame-mib", str(manager.max_frame_mib), "--ready-file", str(ready_path)]
             + ["--heartbeat-s", str(rollout.heartbeat_s), "--load-deadline-s", str(rollout.load_deadline_s)]
+            + ["--stall-s", str(rollout.stall_s)]
             + ["--frame-steps", str(rollout.engines.frame_steps)]
             # For machines that join from outside, with nothing but the manager's address.
             + ["--max-context", str(rollout.engines.max_context_tokens)]
@@ -150,7 +151,7 @@ class LocalProcesses:
         arguments += ["--threads", str(engines.threads), "--progress-file", str(progress_path)]
         arguments += self._weight_arguments(name)
         # A notice that takes this machine takes its trainer along: no engine need leave before the run does.
-        arguments += ["--preemption", "none"]
+        arguments += ["--preemption", "none", "--reserved"]
         if paced:
             arguments += ["--tokens-per-s", str(engines.tokens_per_s)]
         if engines.kind != "builtin":
@@ -161,7 +162,6 @@ class LocalProcesses:
         self._emit(EngineStarted(ts=time.time(), name=name, pid=child.process.pid, cause=cause))
         return child
 
-    def _server_arguments(self, name: str) -> list[str]:
     def _weight_arguments(self, name: str) -> list[str]:
         weights = self._config.weights
         arguments = ["--connections", str(weights.connections), "--weights-codec", weights.codec]
@@ -173,6 +173,7 @@ class LocalProcesses:
             arguments += ["--weights-folder", str(self._folder / "weights" / name)]
         return arguments
 
+    def _server_arguments(self, name: str) -> list[str]:
         """For an engine whose agent starts a server of its own."""
         engines = self._config.rollout.engines
         log_path = self._folder / "logs" / f"{name}.server.log"

@@ -52,6 +52,10 @@ class AgentHello(_Frame, tag="agent_hello"):
     max_context_tokens: int
     """As known by now: the welcome may ask for another, and a model has a limit. VersionReady has the last word."""
     device: str = ""
+    reserved: bool = False
+    """On one of the trainer's own devices: there for the whole run, at no further cost."""
+    start_s: float = 0.0
+    """Its first weights may take so much longer than later ones: an engine server is started on them."""
 
 
 class VersionReady(_Frame, tag="version_ready"):
@@ -266,6 +270,8 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     cause: str = ""
     orderly: bool = False
     """Of one that is gone: it left in good order."""
+    reserved: bool = False
+    """On one of the trainer's own devices."""
 
 
 class FleetStatus(_Frame, tag="fleet_status"):
