@@ -226,9 +226,10 @@ class Agent:
         finally:
             self._socket = None
             self._wanted = None
-            await self._close(socket_, int(aiohttp.WSCloseCode.GOING_AWAY), "")
+            # First of all: what the engine draws from here on is drawn in vain, and closing may take its time.
             if leases := self._leases.forget_all():
                 self._engine.stop(leases)
+            await self._close(socket_, int(aiohttp.WSCloseCode.GOING_AWAY), "")
 
     async def _dial(self, http: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse:
         headers = {PROTOCOL_HEADER: str(PROTOCOL)}
