@@ -257,6 +257,33 @@ def test_retries_over_the_budget_wait_for_it_and_are_not_lost() -> None:
     assert scheduler.take_finished()[0] in jobs
 
 
+def test_a_job_that_waits_for_the_retry_budget_can_be_cancelled() -> None:
+    scheduler = one(PoolOptions(retry_share=0.0, retry_reserve=1, breaker_failures=1000, hedge_share=0))
+    jobs = [scheduler.submit(n, 0.0) for n in range(2)]
+    for attempt in scheduler.dispatch(0.0):
+        scheduler.report(attempt, BROKEN, 0.0)
+    (again,) = scheduler.dispatch(0.0)
+    (deferred,) = [job for job in jobs if job is not again.job]
+    assert scheduler.waiting == 1
+    assert scheduler.cancel(deferred) == ()
+    assert scheduler.waiting == 0
+    assert scheduler.dispatch(1000.0) == []
+
+
+@pytest.mark.parametrize(("outcome", "error"), [(BROKEN, NoEndpoint), (DONE, type(None))])
+def test_a_job_that_runs_as_its_model_is_taken_out_may_end_well_and_is_not_tried_again(
+    outcome: Outcome, error: type
+) -> None:
+    scheduler = one(models=("m",))
+    job = scheduler.submit("job", 0.0, model="m")
+    (attempt,) = scheduler.dispatch(0.0)
+    scheduler.redeclare([Endpoint("http://b", models=("other",))], PoolOptions(), 0.0)
+    assert scheduler.take_finished() == []
+    scheduler.report(attempt, outcome, 1.0)
+    assert scheduler.take_finished() == [job]
+    assert type(job.error) is error
+
+
 def test_a_dead_endpoint_costs_each_job_at_most_one_attempt_and_few_jobs_any() -> None:
     scheduler = two({"concurrency": 4}, {"concurrency": 4}, PoolOptions(breaker_failures=3))
     dead = scheduler.places[0]
