@@ -99,6 +99,8 @@ class House:
     source: str
     url: str
     client: RolloutClient
+    token: str
+    """Opens every door."""
     events: list[Event] = field(default_factory=list)
     status: list[FleetStatus] = field(default_factory=list)
 
@@ -167,7 +169,7 @@ async def open_house(
         url = await asyncio.to_thread(processes.start_manager)
         client = RolloutClient(url, token, seen.append, status.append, reconnect_s=reconnect_s)
         await client.connect()
-        house = House(processes, store, store.start(), url, client, seen, status)
+        house = House(processes, store, store.start(), url, client, token, seen, status)
         try:
             for _ in range(engines):
                 processes.start_engine(url, "the house opens")
