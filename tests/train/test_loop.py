@@ -78,6 +78,7 @@ def make_run(model_folder: Path, tmp_path: Path) -> Any:
                         "deadline_s": deadline_s,
                         "sampling": {"max_new_tokens": 8, "stop_token_ids": [9], **(sampling or {})},
                     },
+                    "manager": {"reconnect_s": 0},
                     "reward": {"unscored": unscored, "timeout_s": 0.1},
                     "observe": observe or {},
                     "train": {
