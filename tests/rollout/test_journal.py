@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from rollout_helpers import World, submit, tokens
+from rollout_helpers import SimulatedAgent, World, length_of, submit, tokens
 
 from penstock.bench.journal_kills import InlineExecutor, MortalDisk, Story, run_story
 from penstock.errors import StorageError
@@ -29,6 +29,7 @@ class JournaledWorld(World):
 
     def __init__(self, folder: Path, disk: Disk | None = None, **options: object) -> None:
         self.journal: Journal | None = None
+        self.gathers = False
         super().__init__(ManagerConfig(max_pending_per_instance=2, trainer_grace_s=100.0))
         self.told: list[tuple[bool, str]] = []
         self.config = JournalConfig(folder, **options)  # type: ignore[arg-type]
@@ -45,8 +46,10 @@ class JournaledWorld(World):
         self.carry_out(self.manager.on_journal(running, message, self.now))
 
     def carry_out(self, decisions: Decisions) -> None:
-        if self.journal is not None and decisions.records:
-            self.journal.write(decisions.records)
+        if self.journal is not None:
+            self.journal.gather(decisions.records)
+            if decisions.heard or not self.gathers:
+                self.journal.flush()
         super().carry_out(decisions)
 
     def pass_time(self, seconds: float) -> None:
@@ -280,6 +283,57 @@ def test_a_late_frame_under_a_lease_of_an_earlier_manager_is_refused(tmp_path: P
     assert again.manager.counts.rows_refused == 1
 
 
+def draw_of_the_longest(world: JournaledWorld, agent: SimulatedAgent) -> None:
+    """A token of a sample that does not end with it, so that nobody hears of it."""
+
+    def left(lease: int) -> int:
+        held = agent.sequences[lease]
+        return length_of(held.seed, held.limit) - held.drawn
+
+    lease = max(agent.sequences, key=left)
+    assert left(lease) > 1
+    world.send(agent, agent.draw([lease], 1))
+
+
+def test_records_that_nobody_has_heard_of_are_written_together_and_before_anybody_does(tmp_path: Path) -> None:
+    disk = FailingDisk()
+    world = begun(tmp_path, disk)
+    world.gathers = True
+    [agent] = world.agents.values()
+    writes, before = disk.writes, read_copy_of(tmp_path).tokens
+    for _ in range(3):
+        draw_of_the_longest(world, agent)
+    assert disk.writes == writes
+    assert read_copy_of(tmp_path).tokens == before
+    world.join_ready("other")
+    assert disk.writes == writes + 1, "the tokens were there before another agent was welcomed"
+    assert read_copy_of(tmp_path).tokens == world.manager.tracker.tokens_accepted > before
+
+
+def test_what_is_gathered_is_in_a_snapshot_or_behind_it_and_never_both(tmp_path: Path) -> None:
+    world = begun(tmp_path, compact_bytes=300)
+    world.gathers = True
+    assert world.journal is not None
+    [agent] = world.agents.values()
+    for _ in range(4):
+        draw_of_the_longest(world, agent)
+        world.journal.tick(world.now)
+    assert list(tmp_path.glob("snapshot-*"))
+    assert read_after_death(world, tmp_path).tokens == world.manager.tracker.tokens_accepted
+
+
+def test_gathered_records_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.rollout.journal_file.GROUP_BYTES", 60)
+    disk = FailingDisk()
+    world = begun(tmp_path, disk)
+    world.gathers = True
+    [agent] = world.agents.values()
+    writes = disk.writes
+    for _ in range(4):
+        draw_of_the_longest(world, agent)
+    assert writes < disk.writes < writes + 4
+
+
 # ---- bounded
 
 
@@ -316,6 +370,25 @@ def test_a_damaged_snapshot_is_passed_over_for_what_is_behind_it(tmp_path: Path)
     (tmp_path / "snapshot-00000002.partial").write_bytes(b"half")
     assert state_of(read_after_death(world, tmp_path)) == state
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_journal_that_can_not_be_read_is_set_aside_once_and_said(tmp_path: Path) -> None:
+    begun(tmp_path).die()
+    (tmp_path / "segment-00000001").rename(tmp_path / "segment-00000004")
+    (tmp_path / "snapshot-00000004").write_bytes(b"nonsense" * 10)
+    world = JournaledWorld(tmp_path)
+    assert world.recovered.tokens == 0
+    assert sorted(path.name for path in tmp_path.glob("*.damaged")) == [
+        "segment-00000004.damaged",
+        "snapshot-00000004.damaged",
+    ]
+    [warned] = world.of_kind(Warned)
+    assert isinstance(warned, Warned)
+    assert "set aside as *.damaged: snapshot-00000004, segment-00000004" in warned.message
+    world.die()
+    (tmp_path / "snapshot-00000001").write_bytes(b"other nonsense" * 10)
+    JournaledWorld(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.damaged")] == ["snapshot-00000001.damaged"], "the last ones only"
 
 
 def read_copy_of(folder: Path) -> Recovered:
@@ -358,10 +431,12 @@ class FailingDisk(Disk):
     def __init__(self) -> None:
         self.fails = False
         self.syncs = 0
+        self.writes = 0
 
     def write(self, descriptor: int, data: bytes | memoryview) -> int:
         if self.fails:
             raise OSError(errno.ENOSPC, "No space left on device")
+        self.writes += 1
         return super().write(descriptor, data)
 
     def fsync(self, descriptor: int) -> None:

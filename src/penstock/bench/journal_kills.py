@@ -126,8 +126,8 @@ class Story:
         self.delivered: dict[SampleId, list[int]] = {}
         self.done: set[str] = set()
         self.released: set[str] = set()
-        self.reached: dict[SampleId, tuple[int, int]] = {}
-        """Tokens of each unfinished or finished sample at the last answer that got out, and at the kill."""
+        self.reached: dict[SampleId, tuple[int, ...]] = {}
+        """Lengths of each unfinished or finished sample since the last answer that got out."""
         self.epoch = 0
         """Of the last manager that gave leases."""
         self.names = 0
@@ -221,11 +221,12 @@ class Story:
     def carry_out(self, decisions: Decisions) -> None:
         """As the server does: first the journal, then whoever is to hear."""
         lengths = self._lengths()
-        before = {sample: pair[1] for sample, pair in self.reached.items()}
-        self.reached = {sample: (before.get(sample, 0), length) for sample, length in lengths.items()}
-        if decisions.records:
-            self.journal.write(decisions.records)
-        self.reached = {sample: (length, length) for sample, length in lengths.items()}
+        self.reached = {sample: (*self.reached.get(sample, (0,)), length) for sample, length in lengths.items()}
+        self.journal.gather(decisions.records)
+        # The server's loop comes to write what nobody hears of at any time.
+        if decisions.heard or self.random.random() < 0.3:
+            self.journal.flush()
+            self.reached = {sample: (length,) for sample, length in lengths.items()}
         for peer, frame in decisions.frames:
             if peer == TRAINER:
                 self._hear(frame)

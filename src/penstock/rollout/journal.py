@@ -169,7 +169,9 @@ class Recovered:
     batches: list[Batch] = field(default_factory=list)
     """Oldest first; some may have ended and wait for their release."""
     cut_bytes: int = 0
-    """At the end of the journal, of a record that was not written whole."""
+    """That belong to no whole state: of a record that was not written whole, and of `set_aside`."""
+    set_aside: list[str] = field(default_factory=list)
+    """Names of files that could not be read, without the `.damaged` that they have since."""
 
     @property
     def samples(self) -> int:

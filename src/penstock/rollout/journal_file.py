@@ -1,17 +1,17 @@
 """The journal's edge: a folder of append-only files, its lock, and what becomes of it when the disk fails.
 
-    segment-<n>    records, in the order in which they were decided
-    snapshot-<n>   the state that segment n begins with; written beside, renamed when it is whole
-
-A journal is read from its newest whole snapshot (or from the empty state and segment 1) through the segments behind
-it, as far as they continue each other. What follows the last whole record is cut off. Once a snapshot is whole, what is
-older than it goes; so the folder holds about twice the living state, and at most `max_bytes`.
+What the files are and how they are read is in `journal_folder`. Once a snapshot is whole, what is older than it goes;
+so the folder holds about `GROWTH` + 1 times the living state, and at most `max_bytes`.
 
 Decides when to write a snapshot, when the disk is waited for, and when to go on without a journal. Refuses to know
 what records mean.
 
+Records are gathered in memory while nobody hears of what they say, and written in one call (`flush`): it is the
+operating system's work for each call, far more than encoding or checksums, that a journal costs.
+
 What `fsync` costs and saves: a record is handed to the operating system before anybody hears of what it says, so the
-death of the manager's process loses nothing under any of the three. Power loss or a crash of the system loses
+death of the manager's process loses nothing under any of the three that was heard of. Power loss or a crash of the
+system loses
 
     never      what the system had not written back by itself (Linux: up to about half a minute)
     interval   at most what was decided since the last sync, `interval_s` before; a thread waits for the disk
@@ -30,17 +30,17 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from penstock.errors import MissingExtra, StorageError
-from penstock.rollout.journal import Epoch, Record, Recovered, Replay, decode_record, encode_record
-from penstock.rollout.journal_segments import Disk, SegmentReader, SegmentWriter
+from penstock.errors import StorageError
+from penstock.rollout.journal import Epoch, Record, Recovered, encode_record
+from penstock.rollout.journal_folder import numbered, path_of, read_folder, set_aside
+from penstock.rollout.journal_segments import Disk, SegmentWriter
 from penstock.rollout.journal_snapshot import Snapshot
 
 __all__ = ["Fsync", "Journal", "JournalConfig"]
@@ -50,8 +50,11 @@ Fsync = Literal["never", "interval", "always"]
 GAP = 1 << 32
 """Added to sequence numbers where records are missing, so that nothing is taken for a continuation across it."""
 RETRY_MOST_S = 60.0
-
-_NAME = re.compile(r"(segment|snapshot)-(\d{8})")
+GROUP_BYTES = 1 << 20
+"""Records are gathered up to here; more in one call saves nothing."""
+GROWTH = 2
+"""Records behind a snapshot grow to so many times its size before another is written: each byte of state is written
+once more for every two bytes of records at most, and read again at most three times as long as the state is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class JournalConfig:
     fsync: Fsync = "interval"
     interval_s: float = 1.0
     compact_bytes: int = 256 << 20
-    """Of records since the last snapshot before another one is written; or as many as that one has, if it has more."""
+    """Of records since the last snapshot before another one is written; or `GROWTH` times that one, if it is more."""
     max_bytes: int = 16 << 30
     retry_s: float = 5.0
 
@@ -89,6 +92,8 @@ class Journal:
         self._disk = disk or Disk()
         self._lock: IO[str] | None = None
         self._writer: SegmentWriter | None = None
+        self._gathered: list[bytes] = []
+        self._gathered_bytes = 0
         self._number = 0
         self._sequence = 0
         self._tail_bytes = 0
@@ -120,15 +125,18 @@ class Journal:
         except OSError as error:
             raise StorageError(f"the journal {folder} can't be used: {error.strerror or error}") from error
         try:
-            return self._read(now)
+            found = read_folder(folder, now)
         except OSError as error:
             raise StorageError(f"the journal {folder} can't be read: {error.strerror or error}") from error
+        self._number, self._sequence = found.number, found.sequence
+        self._tail_bytes, self._snapshot_bytes = found.tail_bytes, found.snapshot_bytes
+        return found.recovered
 
     def start(self, epoch: int) -> None:
         """Begins to take records. The first says that a manager of this epoch has started, and is on the disk."""
         try:
             self._begin_segment()
-            self._append([Epoch(epoch)])
+            self._writing.append([encode_record(Epoch(epoch))])
             self._writing.sync()
         except OSError as error:
             self._suspend(_words(error))
@@ -136,7 +144,8 @@ class Journal:
             self._changed(True, "")
 
     def close(self) -> None:
-        """Waits for the disk, and lets the folder go."""
+        """Writes what is gathered, waits for the disk, and lets the folder go."""
+        self.flush()
         self._stopping = True
         with contextlib.suppress(OSError):
             if self._writer is not None and self.config.fsync != "never":
@@ -150,11 +159,28 @@ class Journal:
     # ---- while it runs
 
     def write(self, records: Sequence[Record]) -> None:
-        """Appends records. A disk that refuses them suspends the journal; nothing is raised."""
-        if self._writer is None or not records:
+        """Appends records: once it returns, others may hear of what they say. As `gather` and `flush`."""
+        self.gather(records)
+        self.flush()
+
+    def gather(self, records: Iterable[Record]) -> bool:
+        """Takes records that nobody hears of before `flush`. True where that is to be called soon."""
+        if self._writer is None:
+            return False
+        for record in records:
+            data = encode_record(record)
+            self._gathered.append(data)
+            self._gathered_bytes += len(data)
+        if self._gathered_bytes >= GROUP_BYTES:
+            self.flush()
+        return bool(self._gathered)
+
+    def flush(self) -> None:
+        """Writes what is gathered. A disk that refuses it suspends the journal; nothing is raised."""
+        if self._writer is None or not self._gathered:
             return
         try:
-            self._append(records)
+            self._append_gathered()
             if self.config.fsync == "always":
                 self._writing.sync()
         except OSError as error:
@@ -162,6 +188,7 @@ class Journal:
 
     def tick(self, now: float) -> None:
         """To be called a few times a second: syncs, snapshots, and tries again after trouble."""
+        self.flush()
         self._take_results(now)
         if self._writer is None:
             if self._compaction is None and now >= self._retry_at:
@@ -171,7 +198,7 @@ class Journal:
             held, limit = self._snapshot_bytes, self.config.max_bytes
             if held + self._tail > limit:
                 self._suspend(f"it has grown to {(held + self._tail) >> 20} MiB, and may have {limit >> 20}")
-            elif self._tail > min(max(self.config.compact_bytes, held), limit // 4):
+            elif self._tail > min(max(self.config.compact_bytes, GROWTH * held), limit // 4):
                 self._compact(fresh=False)
         due = self.config.fsync == "interval" and now - self._synced_at >= self.config.interval_s
         if due and self._sync is None and self._writer is not None and self._writer.nbytes > self._synced_bytes:
@@ -190,16 +217,15 @@ class Journal:
     def _tail(self) -> int:
         return self._tail_bytes + (self._writer.nbytes if self._writer is not None else 0)
 
-    def _path(self, kind: str, number: int) -> Path:
-        return self.config.folder / f"{kind}-{number:08d}"
-
-    def _append(self, records: Sequence[Record]) -> None:
-        self._writing.append(map(encode_record, records))
+    def _append_gathered(self) -> None:
+        gathered, self._gathered, self._gathered_bytes = self._gathered, [], 0
+        self._writing.append(gathered)
 
     def _begin_segment(self) -> None:
         self._number += 1
         self._synced_bytes = 0
-        self._writer = SegmentWriter(self._path("segment", self._number), self._number, self._sequence, self._disk)
+        path = path_of(self.config.folder, "segment", self._number)
+        self._writer = SegmentWriter(path, self._number, self._sequence, self._disk)
 
     def _end_segment(self) -> SegmentWriter | None:
         writer, self._writer = self._writer, None
@@ -213,6 +239,7 @@ class Journal:
         return writer
 
     def _suspend(self, trouble: str) -> None:
+        self._gathered, self._gathered_bytes = [], 0
         self._end_segment()
         self._sequence += GAP
         again = not self.trouble
@@ -234,7 +261,7 @@ class Journal:
             self._changed(True, "")
 
     def _compact(self, fresh: bool, cut: Snapshot | None = None) -> None:
-        """Begins a segment, and has the state that it begins with written by a thread."""
+        """Begins a segment, and has the state that it begins with written by a thread. Nothing may be gathered."""
         cut = cut or self._snapshot()
         syncing, old = self._sync, self._writer
         if old is not None:
@@ -267,7 +294,10 @@ class Journal:
             room = os.statvfs(folder)
             if room.f_bavail * room.f_frsize < cut.nbytes:
                 self._remove_before(number)
-        partial = self._path("snapshot", number).with_suffix(".partial")
+                for path in set_aside(folder):
+                    path.unlink(missing_ok=True)
+        whole = path_of(folder, "snapshot", number)
+        partial = whole.with_suffix(".partial")
         writer = SegmentWriter(partial, number, 0, self._disk)
         try:
             for record in cut.records():
@@ -281,7 +311,7 @@ class Journal:
             raise
         finally:
             writer.close()
-        partial.rename(self._path("snapshot", number))
+        partial.rename(whole)
         if self.config.fsync != "never":
             _sync_folder(folder, self._disk)
         self._remove_before(number)
@@ -305,84 +335,9 @@ class Journal:
                 self._changed(True, "the journal is written again, from a fresh snapshot")
 
     def _remove_before(self, number: int) -> None:
-        for path, (_, found) in self._files().items():
+        for path, (_, found) in numbered(self.config.folder).items():
             if found < number:
                 path.unlink(missing_ok=True)
-
-    def _files(self) -> dict[Path, tuple[str, int]]:
-        found = {}
-        for path in self.config.folder.iterdir():
-            named = _NAME.fullmatch(path.name)
-            if named:
-                found[path] = (named[1], int(named[2]))
-        return found
-
-    # ---- reading
-
-    def _read(self, now: float) -> Recovered:
-        for path in self.config.folder.glob("*.partial"):
-            path.unlink()
-        files = self._files()
-        segments = {number: path for path, (kind, number) in files.items() if kind == "segment"}
-        snapshots = {number: path for path, (kind, number) in files.items() if kind == "snapshot"}
-        replay, first = Replay(now), 1
-        for number in sorted(snapshots, reverse=True):
-            found = _whole_snapshot(snapshots[number], now)
-            if found is not None:
-                replay, first = found, number
-                self._snapshot_bytes = snapshots[number].stat().st_size
-                break
-        cut_bytes, last = self._read_segments(replay, segments, first)
-        recovered = replay.finish()
-        recovered.cut_bytes = cut_bytes
-        # What lies behind the cut belongs to no state; what lies before the snapshot is in it.
-        whole = snapshots.get(first)
-        for path, (_, number) in files.items():
-            if path != whole and not first <= number <= last:
-                recovered.cut_bytes += path.stat().st_size if whole is None else 0
-                path.unlink(missing_ok=True)
-        self._number = max(last, first - 1)
-        return recovered
-
-    def _read_segments(self, replay: Replay, segments: dict[int, Path], number: int) -> tuple[int, int]:
-        """Takes segments in, from `number` on. Returns the bytes cut off, and the last segment that is left."""
-        sequence: int | None = None
-        while number in segments:
-            path = segments[number]
-            try:
-                reader = SegmentReader(path)
-            except StorageError:
-                return self._cut_off(segments, number), number - 1
-            if sequence is not None and reader.first_sequence != sequence:
-                return self._cut_off(segments, number), number - 1
-            with contextlib.suppress(StorageError):
-                for payload in reader:
-                    replay.take(decode_record(payload))
-            self._sequence = sequence = reader.sequence
-            self._tail_bytes += reader.end
-            if reader.end < reader.nbytes:
-                os.truncate(path, reader.end)
-                return reader.nbytes - reader.end + self._cut_off(segments, number + 1), number
-            number += 1
-        return 0, max(number - 1, 0)
-
-    @staticmethod
-    def _cut_off(segments: dict[int, Path], number: int) -> int:
-        """Bytes of segments from `number` on, which are not read."""
-        return sum(path.stat().st_size for found, path in segments.items() if found >= number)
-
-
-def _whole_snapshot(path: Path, now: float) -> Replay | None:
-    """None where it is damaged; an older one may do."""
-    replay = Replay(now)
-    try:
-        for payload in SegmentReader(path):
-            replay.take(decode_record(payload))
-    except MissingExtra:
-        raise
-    except StorageError:
-        return None
-    return replay if replay.whole else None
 
 
 def _sync_folder(folder: Path, disk: Disk) -> None:

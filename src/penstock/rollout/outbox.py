@@ -35,6 +35,11 @@ class Decisions:
     records: list[Record] = field(default_factory=list)
     """For the journal; none where the manager keeps none."""
 
+    @property
+    def heard(self) -> bool:
+        """Somebody hears of them: the journal must have its records by then."""
+        return bool(self.frames or self.events or self.close)
+
 
 @dataclass(slots=True)
 class Counts:

@@ -23,6 +23,7 @@ from penstock.errors import ConfigError, PenstockError, PortInUse, WireError
 from penstock.rollout import operators
 from penstock.rollout.doors import Doors, Knocks, Refusal, Role, Tokens
 from penstock.rollout.journal_file import Journal, JournalConfig
+from penstock.rollout.listen import IDLE_S, DoorSite
 from penstock.rollout.logbook import Logbook
 from penstock.rollout.manager import TRAINER, Decisions, Manager, ManagerConfig
 from penstock.rollout.pace import Pace, PaceConfig
@@ -66,6 +67,8 @@ class ServerConfig:
     """Frames that may wait for one peer to read them; beyond, the peer is dropped."""
     send_deadline_s: float = 30.0
     """For one frame to leave this machine's buffers."""
+    knock_s: float = 10.0
+    """For a peer to end the TLS handshake, and as long again for its first HTTP request."""
     tick_s: float = 0.1
     close_s: float = 1.0
     """For all connections to end when the server does."""
@@ -158,11 +161,13 @@ class ManagerServer:
         epoch = secrets.randbits(22)
         self.manager = Manager(config.manager, wall_offset_s=time.time() - time.monotonic(), epoch=epoch)
         self._journal: Journal | None = None
+        self._flush_called = False
         self.url = ""
         self._logbook = Logbook()
         self._peers: dict[str, _Peer] = {}
         self._agents_seen = 0
         self._runner: web.AppRunner | None = None
+        self._site: DoorSite | None = None
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
@@ -185,13 +190,15 @@ class ManagerServer:
                 web.get("/healthz", self._health),
             ]
         )
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=self.config.close_s)
+        self._runner = web.AppRunner(
+            application, access_log=None, shutdown_timeout=self.config.close_s, keepalive_timeout=IDLE_S
+        )
         await self._runner.setup()
         host, port, tls = self.config.host, self.config.port, self.config.tls
         try:
             context = server_context(tls.cert, tls.key, tls.client_ca, self._handshake_failed) if tls else None
-            site = web.TCPSite(self._runner, host, port, ssl_context=context)
-            await site.start()
+            self._site = DoorSite(self._runner, host, port, context, self.config.knock_s, self._late)
+            await self._site.start()
         except ConfigError:
             await self._runner.cleanup()
             raise
@@ -240,6 +247,8 @@ class ManagerServer:
 
     @web.middleware
     async def _authorised(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self._site is not None:
+            self._site.asked(request.transport)
         if request.path == "/healthz":
             return await handler(request)
         door = DOORS.get(request.path, Role.OPERATOR)
@@ -249,6 +258,8 @@ class ManagerServer:
         refusal = self._doors.refusal(door, token, certificate)
         if refusal is not None:
             return self._refused(request, refusal)
+        # An operator hears of all that has come in.
+        self._flush()
         return await handler(request)
 
     def _refused(self, request: web.Request, refusal: Refusal, event_cause: str = "") -> web.Response:
@@ -260,8 +271,11 @@ class ManagerServer:
         )
 
     def _handshake_failed(self, cause: str) -> None:
-        # Below the handshake nobody has said yet which door it wants, and asyncio does not say who it is.
+        # Below the handshake nobody has said yet which door it wants, and the ssl module does not say who it is.
         self._knocked("?", "any", cause)
+
+    def _late(self, peer: str, cause: str) -> None:
+        self._knocked(peer, "any", cause)
 
     def _knocked(self, peer: str, door: str, cause: str) -> None:
         times = self._knocks.count(door, cause)
@@ -399,7 +413,14 @@ class ManagerServer:
         if self.config.adopt is None:
             return web.Response(status=501, text="This manager can start no agents for servers.\n")
         try:
-            wanted = operators.read_adoption(await request.content.read(operators.ADOPTION_BYTES + 1))
+            async with asyncio.timeout(self.config.knock_s):
+                body = await request.content.read(operators.ADOPTION_BYTES + 1)
+        except TimeoutError:
+            return web.Response(
+                status=408, text=f"The body of the request did not come within {self.config.knock_s:g} s.\n"
+            )
+        try:
+            wanted = operators.read_adoption(body)
             name = await self.config.adopt(wanted.url, wanted.engine)
         except PenstockError as error:
             return web.Response(status=400, text=f"{error}\n")
@@ -442,8 +463,7 @@ class ManagerServer:
         journal.start(self.manager.epoch)
 
     def _carry_out(self, decisions: Decisions) -> None:
-        if decisions.records and self._journal is not None:
-            self._journal.write(decisions.records)
+        self._record(decisions)
         for name, frame in decisions.frames:
             peer = self._peers.get(name)
             if peer is not None:
@@ -454,6 +474,23 @@ class ManagerServer:
                 peer.close(cause)
         for event in decisions.events:
             self._logbook.take(event)
+
+    def _record(self, decisions: Decisions) -> None:
+        """Records that nobody hears of share a write with those of the other frames that have already come in."""
+        journal = self._journal
+        if journal is None:
+            return
+        gathered = journal.gather(decisions.records)
+        if decisions.heard:
+            journal.flush()
+        elif gathered and not self._flush_called:
+            self._flush_called = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_called = False
+        if self._journal is not None:
+            self._journal.flush()
 
 
 def _ascii(text: str) -> str:

@@ -104,7 +104,9 @@ class TrainerSide:
                 self._tracker.take_up(batch)
         self._away()
         if recovered.cut_bytes:
-            out.warn(f"{recovered.cut_bytes} bytes of the journal belong to no whole state and are left out", "journal")
+            kept = f"; set aside as *.damaged: {', '.join(recovered.set_aside)}" if recovered.set_aside else ""
+            left_out = f"{recovered.cut_bytes} bytes of the journal belong to no whole state and are left out"
+            out.warn(left_out + kept, "journal")
         if recovered.batches:
             out.emit(
                 ManagerRecovered(
