@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +18,9 @@ from stand_in_server import StandIn
 from test_agent_processes import Process, penstock
 from test_supervise import gone
 
+from certificates import Papers
 from penstock.rollout.server import ManagerServer, ServerConfig
+from penstock.tls import client_context
 
 WITHIN_S = 60.0
 
@@ -67,6 +70,46 @@ async def test_a_server_without_an_agent_is_adopted_kept_and_let_go(operator: Op
         assert code == 0, said
         await gone(second["pid"])
         assert server.calls["/pause"] == 0  # Without a run it was left alone.
+
+
+@contextlib.asynccontextmanager
+async def secured_operator(folder: Path, papers: Papers, *options: str) -> AsyncIterator[Operator]:
+    tls, ready = papers.server(client_ca=True), folder / "ready.json"
+    files = ("--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-client-ca", tls.client_ca)
+    async with penstock("manager", "--ready-file", str(ready), *files, *options) as manager:
+        async with asyncio.timeout(WITHIN_S):
+            while not os.path.exists(ready):  # noqa: ASYNC240
+                assert manager.process.returncode is None
+                await asyncio.sleep(0.02)
+        context = client_context(papers.ca_file, *papers.issue("operator/anna"))
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as http:
+            yield Operator(http, json.loads(ready.read_text())["url"], manager)
+
+
+async def test_a_manager_that_asks_for_certificates_adopts_with_one_of_its_agents(tmp_path: Path) -> None:
+    papers = Papers.of(tmp_path / "papers")
+    cert, key = papers.issue("agent/adopted")
+    files = ("--agent-tls-ca", papers.ca_file, "--agent-tls-cert", cert, "--agent-tls-key", key)
+    async with StandIn() as server, secured_operator(tmp_path, papers, *files) as operator:
+        assert operator.url.startswith("https://")
+        assert await operator.adopt({"url": server.url, "engine": "vllm"}) == (201, '{"name": "adopted-1"}')
+        assert (await operator.living())["name"] == "adopted-1"
+        operator.manager.process.send_signal(signal.SIGTERM)
+        assert (await operator.manager.ended())[0] == 0
+
+
+async def test_a_manager_without_a_certificate_for_its_agents_says_so_to_who_asks_for_one(tmp_path: Path) -> None:
+    async with secured_operator(tmp_path, Papers.of(tmp_path / "papers")) as operator:
+        status, said = await operator.adopt({"url": "http://127.0.0.1:9", "engine": "vllm"})
+        assert (status, "--agent-tls-cert and --agent-tls-key" in said) == (400, True), said
+
+
+async def test_certificates_for_agents_that_can_not_be_used_keep_a_manager_from_starting(tmp_path: Path) -> None:
+    missing = str(tmp_path / "none")
+    async with penstock("manager", "--agent-tls-cert", missing, "--agent-tls-key", "x") as manager:
+        code, said = await manager.ended()
+        assert code != 0
+        assert f"the TLS file {missing} is not there" in said
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import os
 import ssl
 import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import pytest
-import trustme
 
+from certificates import Papers
 from penstock.errors import AuthError, ConfigError
 from penstock.instance import Agent, PacedEngine
 from penstock.observe.events import ConnectionRefused, Event
@@ -32,42 +30,6 @@ from penstock.weights.tcp import TcpTransport
 from penstock.wire import PROTOCOL, VersionPublished
 
 OWN = Tokens(agent="a-token", trainer="t-token", operator="o-token")
-YESTERDAY = datetime.datetime(2020, 1, 2, tzinfo=datetime.UTC)
-
-
-@dataclass
-class Papers:
-    """One CA's certificates as files."""
-
-    folder: Path
-    ca: trustme.CA
-    ca_file: str
-
-    @classmethod
-    def of(cls, folder: Path) -> Papers:
-        folder.mkdir()
-        ca = trustme.CA()
-        ca.cert_pem.write_to_path(folder / "ca.pem")
-        return cls(folder, ca, str(folder / "ca.pem"))
-
-    def issue(self, name: str, *hosts: str, unit: str = "", expired: bool = False) -> tuple[str, str]:
-        """Paths of certificate and key, with `name` as the common name."""
-        stem = name.replace("/", "-")
-        issued = self.ca.issue_cert(
-            *(hosts or ("someone@example.org",)),
-            common_name=name,
-            organization_unit_name=unit or None,
-            not_before=YESTERDAY - datetime.timedelta(days=1) if expired else None,
-            not_after=YESTERDAY if expired else None,
-        )
-        cert, key = self.folder / f"{stem}.pem", self.folder / f"{stem}.key"
-        cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
-        issued.private_key_pem.write_to_path(key)
-        return str(cert), str(key)
-
-    def server(self, client_ca: bool) -> TlsConfig:
-        cert, key = self.issue("trainer.example", "127.0.0.1", "localhost")
-        return TlsConfig(cert, key, self.ca_file if client_ca else "")
 
 
 @pytest.fixture
@@ -144,7 +106,7 @@ async def test_a_token_of_another_role_is_refused_with_the_reason_at_the_agent_a
 
 async def test_a_trainer_with_an_agents_token_is_told_so() -> None:
     async with serving(OWN) as server:
-        with pytest.raises(AuthError, match="another role's, not the trainer's"):
+        with pytest.raises(AuthError, match=r"403\): that token is an agent's, and this door is for the trainer"):
             await RolloutClient(server.url, OWN.agent, lambda _: None, lambda _: None).connect()
 
 

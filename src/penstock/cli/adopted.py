@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from penstock.cli.engine_server import SERVED
 from penstock.cli.restarts import Restarts
 from penstock.errors import ConfigError, EngineError
+from penstock.tls import client_context
 
 RESTARTS = 3
 LEAVE_S = 2.0
@@ -34,12 +35,35 @@ class _Agent:
     process: asyncio.subprocess.Process | None = None
 
 
-class AdoptedAgents:
-    """`manager_url` is set once the manager listens."""
+@dataclass(frozen=True, slots=True)
+class AgentTls:
+    """PEM files that these agents are given, where their manager is spoken to over TLS."""
 
-    def __init__(self, token: str) -> None:
+    ca: str = ""
+    """That signed the manager's certificate; the system's CAs where it is empty."""
+    cert: str = ""
+    key: str = ""
+    asked_for: bool = False
+    """The manager lets nobody in without a certificate."""
+
+    def words(self) -> list[str]:
+        """For `penstock join`."""
+        files = (("--tls-ca", self.ca), ("--tls-cert", self.cert), ("--tls-key", self.key))
+        return [word for option, path in files if path for word in (option, path)]
+
+
+class AdoptedAgents:
+    """`manager_url` is set once the manager listens.
+
+    Raises ConfigError for TLS files that can't be used.
+    """
+
+    def __init__(self, token: str, tls: AgentTls | None = None) -> None:
         self.manager_url = ""
         self._token = token
+        self._tls = tls or AgentTls()
+        if self._tls.words():
+            client_context(self._tls.ca, self._tls.cert, self._tls.key)
         self._agents: dict[str, _Agent] = {}
         """By the server's address."""
         self._started = 0
@@ -47,14 +71,19 @@ class AdoptedAgents:
     async def adopt(self, url: str, engine: str) -> str:
         """Starts an agent for the server at `url`; returns its name.
 
-        Raises ConfigError for what is no server's address, a kind of engine that there is not, and a server that has
-        an agent from here already; EngineError where no such server answers.
+        Raises ConfigError where its agent would have no certificate, for what is no server's address, a kind of engine
+        that there is not, and a server that has an agent from here already; EngineError where no such server answers.
         """
         import aiohttp
 
         from penstock.instance.dialects import dialect_of
         from penstock.instance.supervise import checked_url
 
+        if self._tls.asked_for and not self._tls.cert:
+            raise ConfigError(
+                "this manager asks every agent for a certificate, and has none for agents that it starts itself; "
+                "give it one with --agent-tls-cert and --agent-tls-key"
+            )
         if engine not in SERVED:
             raise ConfigError(f"there is no engine server of kind {engine!r}; there are: {', '.join(SERVED)}")
         base, dialect = checked_url(url), dialect_of(engine)
@@ -90,7 +119,9 @@ class AdoptedAgents:
             await asyncio.sleep(wait_s)
 
     async def _spawn(self, agent: _Agent, url: str) -> asyncio.subprocess.Process:
-        words = ["join", "--manager", self.manager_url, "--name", agent.name, "--exit-with-stdin"]
+        from penstock.rollout.doors import agents_environment
+
+        words = ["join", "--manager", self.manager_url, "--name", agent.name, "--exit-with-stdin", *self._tls.words()]
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -102,7 +133,7 @@ class AdoptedAgents:
             url,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "PENSTOCK_TOKEN": self._token},
+            env=agents_environment(os.environ, self._token),
             start_new_session=True,
         )
 

@@ -23,7 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-file", type=Path, help="file with the shared token; default: PENSTOCK_TOKEN")
     for role, others in (("agent", "agents"), ("trainer", "the trainer"), ("operator", "operators")):
         parser.add_argument(
-            f"--{role}-token-file", type=Path, metavar="F", help=f"file with a token for {others} alone"
+            f"--{role}-token-file",
+            type=Path,
+            metavar="F",
+            help=f"file with a token for {others} alone; default: PENSTOCK_{role.upper()}_TOKEN",
         )
     parser.add_argument("--tls-cert", default="", metavar="F", help="certificate (PEM, with its chain): serve over TLS")
     parser.add_argument("--tls-key", default="", metavar="F", help="its private key")
@@ -33,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="peers must have a certificate of this CA; one that names a role (CN agent/..., or OU) needs no token",
     )
+    for word, what in (("ca", "CA that knows this manager"), ("cert", "certificate"), ("key", "its private key")):
+        parser.add_argument(
+            f"--agent-tls-{word}", default="", metavar="F", help=f"of agents that POST /instances starts: {what} (PEM)"
+        )
     parser.add_argument(
         "--frames-per-s", type=float, default=5000.0, help="of one peer; more is not read, then dropped (default 5000)"
     )
@@ -82,12 +89,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    own = {role: read_token(path) for role in ROLES if (path := getattr(args, f"{role}_token_file"))}
+    own = own_tokens(args)
     # A shared token is needed only where a door would stay without any.
     needed = len(own) < len(ROLES) and not args.tls_client_ca
     shared = read_token(args.token_file) if needed or args.token_file else os.environ.get("PENSTOCK_TOKEN", "").strip()
     _check(args)
     return asyncio.run(_serve(args, shared, own))
+
+
+def own_tokens(args: argparse.Namespace) -> dict[str, str]:
+    """Tokens by the roles that have one of their own, from files or the environment."""
+    from penstock.rollout.doors import OWN_VARIABLES
+
+    own = {}
+    for role, variable in OWN_VARIABLES.items():
+        path = getattr(args, f"{role}_token_file")
+        token = read_token(path) if path else os.environ.get(variable, "").strip()
+        if token:
+            own[role.value] = token
+    return own
 
 
 def read_token(token_file: Path | None) -> str:
@@ -129,7 +149,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 async def _serve(args: argparse.Namespace, token: str, own_tokens: dict[str, str]) -> int:
-    from penstock.cli.adopted import AdoptedAgents
+    from penstock.cli.adopted import AdoptedAgents, AgentTls
     from penstock.cli.parent import watch_stdin
     from penstock.rollout.doors import Tokens
     from penstock.rollout.flapping import FlapConfig
@@ -159,7 +179,10 @@ async def _serve(args: argparse.Namespace, token: str, own_tokens: dict[str, str
     journal = None
     if args.journal is not None:
         journal = JournalConfig(args.journal, args.journal_fsync, max_bytes=args.journal_max_mib << 20)
-    adopted = AdoptedAgents(own_tokens.get("agent") or token)
+    adopted = AdoptedAgents(
+        own_tokens.get("agent") or token,
+        AgentTls(args.agent_tls_ca, args.agent_tls_cert, args.agent_tls_key, asked_for=bool(args.tls_client_ca)),
+    )
     server = ManagerServer(
         ServerConfig(
             token=token,
@@ -171,8 +194,7 @@ async def _serve(args: argparse.Namespace, token: str, own_tokens: dict[str, str
             manager=manager,
             journal=journal,
             max_queued_bytes=4 * frame_bytes,
-            # An agent that this process starts has no certificate of its own.
-            adopt=None if secured else adopted.adopt,
+            adopt=adopted.adopt,
         )
     )
     loop = asyncio.get_running_loop()

@@ -17,10 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
+from penstock.cli.run_doors import RunDoors, how_to_join, tokens_of
 from penstock.cli.run_folder import find_run, locked, make_folder
 from penstock.cli.run_watch import RunWatch
 from penstock.config.run import RunConfig
@@ -35,6 +37,7 @@ from penstock.observe.summary_tally import SummaryTally
 from penstock.observe.terminal import View, open_view
 from penstock.reward.scorer import Scorer
 from penstock.rollout.client import RolloutClient
+from penstock.rollout.doors import Role, Tokens
 from penstock.sample import Prompt
 from penstock.train.actor import Actor
 from penstock.train.checkpoint import Checkpoints, find_checkpoint, load_checkpoint, read_position
@@ -125,8 +128,9 @@ class _Run:
         order = PromptOrder(
             len(train_prompts), config.rollout.prompts_per_step, config.seed, shuffle=config.data.shuffle
         )
-        token = self._token()
-        processes = LocalProcesses(config, self.folder, token, self._emit)
+        tokens = self._tokens()
+        doors = RunDoors(config.tls, self._emit)
+        processes = LocalProcesses(config, self.folder, tokens, self._emit)
         parts.callback(processes.close)
         manager_url = processes.start_manager()
         self._say(f"the manager listens at {manager_url}")
@@ -140,11 +144,12 @@ class _Run:
             self.folder.name,
             config.weights.host,
             config.weights.port,
-            token,
+            tokens.of(Role.AGENT),
             chunk_bytes=int(config.weights.chunk_mib * 2**20),
             keep_versions=config.weights.keep_versions,
             keep_bytes=int(config.weights.keep_gib * 2**30),
             advertise=config.weights.advertise,
+            tls=doors.store,
         )
         source = store.start()
         parts.callback(store.close)
@@ -158,15 +163,16 @@ class _Run:
         parts.callback(samples.close)
         client = RolloutClient(
             manager_url,
-            token,
+            tokens.of(Role.TRAINER),
             self._emit,
             self._take_status,
             max_frame_bytes=config.manager.max_frame_mib * 2**20,
             reconnect_s=config.manager.reconnect_s,
+            tls=doors.own,
         )
         parts.callback(self._closed_in_time, edge, client.close, "the manager's socket")
         edge.run(client.connect(), "connecting to the manager", CONNECT_S)
-        watch = RunWatch(config, processes, manager_url, token, edge, self._emit)
+        watch = RunWatch(config, processes, manager_url, tokens.of(Role.OPERATOR), edge, self._emit, doors.own)
         self.events.listen(watch.notice)
         # Told first of all when the run ends, so that none outlives the five seconds whatever else takes its time.
         parts.callback(processes.terminate)
@@ -294,17 +300,18 @@ class _Run:
         host = weights.advertise.partition(":")[0] or (
             socket.gethostname() if manager.host in ("0.0.0.0", "::") else manager.host
         )
-        port = json.loads((self.folder / "manager.json").read_text())["url"].rpartition(":")[2]
-        self._say(f"other machines join with: penstock join --manager http://{host}:{port}")
+        scheme, _, port = json.loads((self.folder / "manager.json").read_text())["url"].split(":")
+        secured = how_to_join(self.config.tls)
+        self._say(f"other machines join with: penstock join --manager {scheme}://{host}:{port}{secured}")
         if weights.host in LOOPBACK:
             message = f"machines that join can't fetch weights: weights.host is {weights.host}; set it to 0.0.0.0"
             self._emit(events.Warned(ts=time.time(), where="weights", message=message))
 
-    def _token(self) -> str:
-        """The shared token: the user's, or a random one that is left in the run's folder for whoever may read it."""
+    def _tokens(self) -> Tokens:
+        """The user's; a shared one, where a door needs it, is made and left in the folder for whoever may read it."""
         manager = self.config.manager
-        token = os.environ.get(manager.token_env, "").strip()
-        if not token:
+        tokens = tokens_of(manager, os.environ)
+        if not all(tokens.of(role) for role in Role):
             token = secrets.token_urlsafe(32)
             path = self.folder / "token"
             path.unlink(missing_ok=True)
@@ -313,7 +320,8 @@ class _Run:
             self._say(
                 f"{manager.token_env} is not set: a token was made, for machines that join and for operators: {path}"
             )
-        return token
+            tokens = replace(tokens, shared=token)
+        return tokens
 
     def _wait_for_goodbyes(self, names: set[str]) -> None:
         deadline = time.monotonic() + GOODBYE_S

@@ -6,6 +6,7 @@ just now is tried again.
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Callable
 
@@ -27,7 +28,7 @@ DRILL_RETRY_S = 1.0
 class RunWatch:
     """Called by the trainer, on its main thread, several times a second while it waits and between passes.
 
-    `notice` hears every event of the run.
+    `notice` hears every event of the run. `token` is an operator's.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class RunWatch:
         token: str,
         edge: EdgeLoop,
         emit: Callable[[events.Event], None],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._processes = processes
         self._manager_url = manager_url
         self._token = token
         self._edge = edge
         self._emit = emit
+        self._tls = tls
         self._drill = Drill(config.drill, config.train.steps)
         self._step = 0
         self._drawn_before: dict[str, int] = {}
@@ -121,7 +124,7 @@ class RunWatch:
         """Each ready engine of this machine, and its samples as the manager knows them once it drew tokens for them."""
         headers = {"Authorization": f"Bearer {self._token}"}
         async with aiohttp.ClientSession(headers=headers) as session:
-            async with session.get(f"{self._manager_url}/instances") as response:
+            async with session.get(f"{self._manager_url}/instances", ssl=self._tls or True) as response:
                 response.raise_for_status()
                 rows = await response.json()
         return {

@@ -161,7 +161,13 @@ class ManagerConfig(_Section):
     port: int = Field(default=0, ge=0, le=65535)
     """0 takes a free port."""
     token_env: str = "PENSTOCK_TOKEN"
-    """Environment variable with the shared token; a random one is made where it is not set."""
+    """Environment variable with the shared token; a random one is made where it is not set and a door needs it."""
+    agent_token_env: str = "PENSTOCK_AGENT_TOKEN"
+    """Environment variable with a token for agents alone; where it is not set, the shared one opens their door."""
+    trainer_token_env: str = "PENSTOCK_TRAINER_TOKEN"
+    """The same for the trainer."""
+    operator_token_env: str = "PENSTOCK_OPERATOR_TOKEN"
+    """The same for operators."""
     max_frame_mib: int = Field(default=64, ge=1, le=1024)
     journal: Literal["off", "never", "interval", "always"] = "interval"
     """Keeps every unfinished sample on the disk, in the run's folder, so that the manager may die and a resumed run
@@ -175,6 +181,34 @@ class ManagerConfig(_Section):
     """A manager that is lost is dialled again for so long before the run ends; 0: it ends at once."""
     restarts: int = Field(default=3, ge=0)
     """The run's own manager is started again so often where its process ends by accident."""
+
+
+class TlsConfig(_Section):
+    """TLS for the run's manager and weight store. All are PEM files; without `cert` both speak in the clear."""
+
+    cert: str = ""
+    """Certificate that manager and weight store show, with its chain. It names every host that they are reached by."""
+    key: str = ""
+    """Its private key."""
+    client_ca: str = ""
+    """Every peer must have a certificate of this CA; one that names a role opens that door without a token."""
+    ca: str = ""
+    """CA by which the run's own trainer and engines know manager and store; by default the system's."""
+    own_cert: str = ""
+    """Certificate of the run's own trainer and engines, which `client_ca` asks for. It names no role: tokens do."""
+    own_key: str = ""
+    """Its private key."""
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> TlsConfig:
+        for cert, key, name in ((self.cert, self.key, ""), (self.own_cert, self.own_key, "own_")):
+            if bool(cert) != bool(key):
+                raise ValueError(f"tls.{name}cert and tls.{name}key belong together; one of them is missing")
+        if not self.cert and (self.client_ca or self.ca or self.own_cert):
+            raise ValueError("tls.cert and tls.key are missing; the other TLS files are of no use without them")
+        if self.client_ca and not self.own_cert:
+            raise ValueError("tls.client_ca asks every peer for a certificate; give the run's own as tls.own_cert")
+        return self
 
 
 class WeightsConfig(_Section):
@@ -329,6 +363,7 @@ class RunConfig(_Section):
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     manager: ManagerConfig = ManagerConfig()
+    tls: TlsConfig = TlsConfig()
     weights: WeightsConfig = WeightsConfig()
     reward: RewardConfig = RewardConfig()
     train: TrainConfig = TrainConfig()
@@ -342,6 +377,8 @@ class RunConfig(_Section):
                 f"rollout.prompts_per_step={self.rollout.prompts_per_step} is not divisible by "
                 f"train.mini_batches_per_step={self.train.mini_batches_per_step}"
             )
+        if self.tls.cert and self.weights.relay:
+            raise ValueError("weights.relay passes weights on without TLS; leave it out where tls.cert is given")
         longest = self.data.max_prompt_tokens + self.rollout.sampling.max_new_tokens
         if longest > self.rollout.engines.max_context_tokens:
             raise ValueError(

@@ -81,7 +81,7 @@ class ConnectionRefused(_Event, tag="connection_refused"):
     peer: str
     """Its address, as far as that is known."""
     door: str
-    """agent, trainer or operator."""
+    """agent, trainer, operator or weights; any, where that is not said yet."""
     cause: str
     times: int = 1
     """Refused for this cause so far."""

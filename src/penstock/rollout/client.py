@@ -17,6 +17,7 @@ import logging
 import os
 import random
 import secrets
+import ssl
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from penstock.errors import AuthError, DeadlineExceeded, ProtocolMismatch, Rollo
 from penstock.observe.events import Event, ManagerChanged, decode_event
 from penstock.rollout.received import FinishedSample, Listener, OpenBatch, finished_samples
 from penstock.sample import Prompt
+from penstock.tls import refusal_words
 from penstock.wire import (
     MAX_FRAME_BYTES,
     PROTOCOL,
@@ -48,7 +50,7 @@ from penstock.wire import (
     decode_from_manager,
     encode,
 )
-from penstock.wire.codec import PROTOCOL_HEADER
+from penstock.wire.codec import PROTOCOL_HEADER, REFUSAL_HEADER
 
 __all__ = ["FinishedSample", "Listener", "RolloutClient"]
 
@@ -69,7 +71,8 @@ MANAGER_SILENT_S = 60.0
 class RolloutClient:
     """The connection to the manager at `url` (http://host:port). `on_event` and `on_status` are called on the loop.
 
-    `reconnect_s`: how long a manager that is lost is dialled again; 0: not at all.
+    `reconnect_s`: how long a manager that is lost is dialled again; 0: not at all. With `tls` the manager (https://) is
+    verified as that says.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class RolloutClient:
         name: str = "trainer",
         max_frame_bytes: int = MAX_FRAME_BYTES,
         reconnect_s: float = 0.0,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._url = url.rstrip("/")
         self._token = token
@@ -89,6 +93,7 @@ class RolloutClient:
         self._name = name
         self._max_frame_bytes = max_frame_bytes
         self._reconnect_s = reconnect_s
+        self._tls = tls
         self._id = secrets.token_hex(8)
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
@@ -192,12 +197,13 @@ class RolloutClient:
 
     # ---- within
 
-    async def _refusal(self, status: int) -> Exception:
-        """What the manager says about it, which the WebSocket handshake does not carry."""
-        if status == 401:
-            return AuthError(f"the manager at {self._url} refuses the token; give the run's PENSTOCK_TOKEN")
-        if status == 403:
-            return AuthError(f"the manager at {self._url} refuses the token: it is another role's, not the trainer's")
+    def _refusal(self, error: aiohttp.WSServerHandshakeError) -> Exception:
+        status = error.status
+        if status in (401, 403):
+            told = error.headers.get(REFUSAL_HEADER, "") if error.headers else ""
+            return AuthError(
+                f"the manager at {self._url} refuses this trainer (HTTP {status}): {told or 'it does not say why'}"
+            )
         if status == 426:
             return ProtocolMismatch(
                 f"the manager at {self._url} does not speak protocol {PROTOCOL}; install the same version of penstock"
@@ -263,15 +269,17 @@ class RolloutClient:
         try:
             async with asyncio.timeout(CONNECT_S):
                 self._socket = await self._session.ws_connect(
-                    f"{self._url}/trainer", headers=headers, max_msg_size=0, compress=0
+                    f"{self._url}/trainer", headers=headers, ssl=self._tls or True, max_msg_size=0, compress=0
                 )
                 hello = TrainerHello(
                     name=self._name, pid=os.getpid(), session=self._id, open_batches=(*self._open, *self._unreleased)
                 )
                 await self._socket.send_bytes(encode(hello))
         except aiohttp.WSServerHandshakeError as error:
-            raise await self._refusal(error.status) from error
+            raise self._refusal(error) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if words := refusal_words(error):
+                raise AuthError(f"no TLS connection to the manager at {self._url}: {words}") from error
             raise RolloutError(
                 f"can't reach the manager at {self._url}: {error or type(error).__name__}; is it running?"
             ) from error

@@ -17,7 +17,7 @@ from typing import Any
 from penstock.errors import PenstockError
 from penstock.tls import certificate_role
 
-__all__ = ["Doors", "Knocks", "Refusal", "Role", "Tokens"]
+__all__ = ["Doors", "Knocks", "Refusal", "Role", "Tokens", "agents_environment", "managers_environment"]
 
 
 class Role(enum.StrEnum):
@@ -27,6 +27,10 @@ class Role(enum.StrEnum):
 
 
 ROLES = frozenset(Role)
+SHARED_VARIABLE = "PENSTOCK_TOKEN"
+OWN_VARIABLES = {role: f"PENSTOCK_{role.name}_TOKEN" for role in Role}
+"""Environment variables that tokens come in: the shared one, or the one that a process is to knock with, and the roles'
+own, which a manager reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,21 @@ class Tokens:
     def of(self, role: Role) -> str:
         own: str = getattr(self, role.value)
         return own or self.shared
+
+
+def agents_environment(environment: Mapping[str, str], token: str, *others: str) -> dict[str, str]:
+    """For an agent that this process starts: it gets its own token, and none that is in the variables of the others.
+
+    `others`: names of further variables that hold a token.
+    """
+    hidden = {SHARED_VARIABLE, *OWN_VARIABLES.values(), *others}
+    return {name: value for name, value in environment.items() if name not in hidden} | {SHARED_VARIABLE: token}
+
+
+def managers_environment(environment: Mapping[str, str], tokens: Tokens, *others: str) -> dict[str, str]:
+    """For a manager that this process starts: it gets every token there is."""
+    own = {variable: held for role, variable in OWN_VARIABLES.items() if (held := getattr(tokens, role.value))}
+    return agents_environment(environment, tokens.shared, *others) | own
 
 
 @dataclass(frozen=True, slots=True)

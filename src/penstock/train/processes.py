@@ -16,7 +16,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -26,6 +26,7 @@ from penstock.errors import ConfigError, PenstockError, PortInUse
 from penstock.instance.dialects import PROGRAMS
 from penstock.observe.events import EngineExited, EngineStarted, Event, ManagerChanged
 from penstock.observe.instances import RUN_ENDED
+from penstock.rollout.doors import Role, Tokens, agents_environment, managers_environment
 
 MANAGER_START_S = 30.0
 TERMINATE_S = 3.0
@@ -67,13 +68,16 @@ class LocalProcesses:
     `emit` gets EngineStarted and EngineExited events. Not thread-safe: one thread starts, polls and ends.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, token: str, emit: Callable[[Event], None]) -> None:
-        """Raises ConfigError where the engines' program is not on this machine."""
+    def __init__(self, config: RunConfig, folder: Path, token: str | Tokens, emit: Callable[[Event], None]) -> None:
+        """`token`: one for all doors, or the doors' own; children get theirs in the environment.
+
+        Raises ConfigError where the engines' program is not on this machine.
+        """
         _check_program(config.rollout.engines)
         self._config = config
         self._folder = folder
         self._emit = emit
-        self._environment = {**os.environ, "PENSTOCK_TOKEN": token, "PYTHONUNBUFFERED": "1"}
+        self._tokens = token if isinstance(token, Tokens) else Tokens(shared=token)
         self._manager: Child | None = None
         self._manager_port = 0
         self._manager_restarts = 0
@@ -104,7 +108,8 @@ class LocalProcesses:
             + ["--max-pending", str(rollout.max_pending_per_instance)]
             + ["--balance", rollout.balance]
             + ["--trainer-grace-s", str(manager.trainer_grace_s)]
-            + self._journal_options(),
+            + self._journal_options()
+            + self._tls_options(),
         )
         if self._manager is not None:
             self._manager.log_file.close()
@@ -119,6 +124,12 @@ class LocalProcesses:
             "--journal-max-mib",
             str(manager.journal_max_mib),
         ]
+
+    def _tls_options(self) -> list[str]:
+        tls = self._config.tls
+        own = {"agent-tls-ca": tls.ca, "agent-tls-cert": tls.own_cert, "agent-tls-key": tls.own_key}
+        shown = {"tls-cert": tls.cert, "tls-key": tls.key, "tls-client-ca": tls.client_ca}
+        return _file_options(shown | own)
 
     def start_manager(self) -> str:
         """Starts the manager and returns its URL. Raises PortInUse or PenstockError with the end of its log."""
@@ -150,6 +161,8 @@ class LocalProcesses:
         arguments += ["--max-context", str(engines.max_context_tokens), "--kv-cache-mib", str(engines.kv_cache_mib)]
         arguments += ["--threads", str(engines.threads), "--progress-file", str(progress_path)]
         arguments += self._weight_arguments(name)
+        tls = self._config.tls
+        arguments += _file_options({"tls-ca": tls.ca, "tls-cert": tls.own_cert, "tls-key": tls.own_key})
         # A notice that takes this machine takes its trainer along: no engine need leave before the run does.
         arguments += ["--preemption", "none", "--reserved"]
         if paced:
@@ -302,10 +315,24 @@ class LocalProcesses:
             stdin=subprocess.PIPE,
             stdout=log_file,
             stderr=subprocess.STDOUT,
-            env=self._environment,
+            env=self._environment(name),
             start_new_session=True,
         )
         return Child(name=name, process=process, log_path=log_path, log_file=log_file)
+
+    def _environment(self, name: str) -> dict[str, str]:
+        """A child's tokens are nowhere else: every user of a machine can read its command lines."""
+        doors = self._config.manager
+        held = (doors.token_env, doors.agent_token_env, doors.trainer_token_env, doors.operator_token_env)
+        if name == "manager":
+            environment = managers_environment(os.environ, self._tokens, *held)
+        else:
+            environment = agents_environment(os.environ, self._tokens.of(Role.AGENT), *held)
+        return environment | {"PYTHONUNBUFFERED": "1"}
+
+
+def _file_options(files: Mapping[str, str]) -> list[str]:
+    return [word for option, path in files.items() if path for word in (f"--{option}", path)]
 
 
 def _check_program(engines: EngineConfig) -> None:
