@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,43 @@ async def test_an_answer_of_another_shape_is_unscored_with_its_cause(
     [result] = await together(make(Server(answer).pool, "rm"), "a")
     assert isinstance(result, Unscored)
     assert cause in result.cause
+
+
+def recorded(server: str, path: str, **asked: Any) -> list[dict[str, Any]]:
+    """What a real server said (tests/engines/record_reward_models.py), where it was asked so."""
+    lines = (Path(__file__).parent / "recorded" / "reward_models.jsonl").read_text().splitlines()
+    exchanges = [json.loads(line) for line in lines]
+    found = [e for e in exchanges if (e["server"], e["path"]) == (server, path) and asked.items() <= e["body"].items()]
+    assert found, "nothing of this was recorded"
+    return found
+
+
+async def replayed(exchange: dict[str, Any], make: Callable[..., Any], responses: list[str], **options: Any) -> Any:
+    """The rewards by what was recorded. The adapter has to ask in exactly the words that were answered."""
+    server = Server(lambda body: exchange["answer"])
+    results = await together(make(server.pool, exchange["body"]["model"], **options), *responses)
+    assert server.asked == [(exchange["path"], exchange["body"])]
+    return [result.value for result in results if isinstance(result, Score)]
+
+
+@pytest.mark.parametrize("logits", [False, True])
+async def test_what_vllm_says_of_classes_is_read(logits: bool) -> None:
+    for exchange in recorded("vllm", "/classify"):
+        if ("use_activation" in exchange["body"]) != logits:
+            continue
+        numbers = [entry["probs"] for entry in exchange["answer"]["data"]]
+        for label in range(len(numbers[0])):
+            chosen = {"label": label} if len(numbers[0]) > 1 else {}
+            options = {"text": "{response}", "logits": logits, **chosen}
+            values = await replayed(exchange, vllm_classify, exchange["body"]["input"], **options)
+            assert values == [entry[label] for entry in numbers]
+
+
+async def test_what_vllm_says_of_pairs_is_read() -> None:
+    (exchange,) = [e for e in recorded("vllm", "/score") if e["status"] == 200]
+    asked = dict(zip(exchange["body"]["text_2"], exchange["body"]["text_1"], strict=True))
+    values = await replayed(exchange, vllm_score, list(asked), text=lambda sample: asked[sample.response])
+    assert values == [entry["score"] for entry in exchange["answer"]["data"]]
 
 
 async def test_a_label_that_is_not_there_is_unscored() -> None:

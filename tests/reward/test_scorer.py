@@ -210,10 +210,10 @@ async def test_process_mode_kills_at_the_time_limit_and_keeps_the_output(
     function: Callable[[str], str], make_sample: Callable[..., Sample], tmp_path: Path
 ) -> None:
     output = tmp_path / "reward.log"
-    async with scorer_of(function("obey"), mode="process", processes=2, timeout_s=1.0, output=output) as scorer:
+    async with scorer_of(function("obey"), mode="process", processes=2, timeout_s=3.0, output=output) as scorer:
         await scorer.start()
         results = await asyncio.gather(*(scorer.score(make_sample(do=do)) for do in ("hang", "print")))
-        assert results == [Unscored("the reward function took longer than 1 s and was killed"), Score(1.0)]
+        assert results == [Unscored("the reward function took longer than 3 s and was killed"), Score(1.0)]
     assert b"hello on stdout" in output.read_bytes()
 
 

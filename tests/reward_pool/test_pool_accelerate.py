@@ -153,7 +153,7 @@ def test_a_deadline_ends_a_sync_call_that_hangs_and_the_next_one_is_none_the_wor
         return "done"
 
     assert hangs(True) == "late"
-    assert hangs(False) == "done"
+    assert hangs.with_options(timeout_s=60)(False) == "done"
     release.set()
 
 
@@ -264,13 +264,13 @@ async def test_rate_is_kept() -> None:
 
 
 def test_a_sync_rate_is_kept_and_a_deadline_covers_the_wait_for_a_turn() -> None:
-    @accelerate(requests_per_minute=60, burst=1, timeout_s=0.05)
+    @accelerate(requests_per_minute=0.5, burst=1, timeout_s=60)
     def work() -> str:
         return "done"
 
     assert work() == "done"
     with pytest.raises(DeadlinePassed):
-        work()
+        work.with_options(timeout_s=0.05)()
     assert work.turns.waiting == 0
 
 
