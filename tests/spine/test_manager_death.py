@@ -95,7 +95,7 @@ async def test_neither_a_killed_manager_nor_a_killed_trainer_changes_or_costs_a_
 
 async def resume_trainer(house: House, model: Any) -> None:
     """Another process would have a client and a weight store of its own, at another address."""
-    token = house.processes._environment["PENSTOCK_TOKEN"]
+    token = house.token
     house.store.close()
     house.store = WeightStore("house", "127.0.0.1", 0, token)
     house.source = house.store.start()
