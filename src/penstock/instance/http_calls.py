@@ -1,6 +1,7 @@
 """How dialects ask a server on this machine: one call with a deadline, a stream of events, a seed.
 
-Turns an answer that is refused or no JSON into an EngineError with what the server said. Knows no server's routes.
+Turns an answer that is refused, no JSON or without end into an EngineError with what the server said. Knows no
+server's routes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from penstock.errors import EngineError
 
 CALL_S = 60.0
 """For one control call to be answered."""
+ANSWER_BYTES = 16 * 1024 * 1024
+"""Of one answer or one event: a hundred thousand tokens in the wordiest form. What is longer is not held in memory."""
 SAID_CHARACTERS = 600
 """Of a refusal's text."""
 
@@ -37,7 +40,7 @@ async def call(
     timeout = aiohttp.ClientTimeout(total=deadline_s)
     try:
         async with http.request(method, url, json=body, timeout=timeout) as answer:
-            data = await answer.read()
+            data = await _read(answer)
     except TimeoutError:
         raise EngineError(f"{method} {url} was not answered within {deadline_s:g} s") from None
     if answer.status >= 300:
@@ -58,16 +61,37 @@ def excerpt(data: bytes) -> str:
 
 
 async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of each server-sent event, up to `[DONE]` or the stream's end; a last one cut short is left out."""
-    rest = b""
+    """The data of each server-sent event, up to `[DONE]` or the stream's end; a last one cut short is left out.
+
+    Raises EngineError for one that is over ANSWER_BYTES.
+    """
+    rest = bytearray()
     async for part in answer.content.iter_any():
-        *lines, rest = (rest + part).split(b"\n")
+        rest += part
+        if b"\n" not in part:
+            _check_length(len(rest), answer)
+            continue
+        *lines, last = bytes(rest).split(b"\n")
+        rest = bytearray(last)
         for line in lines:
             if line.startswith(b"data:"):
                 data = line[5:].strip()
                 if data == b"[DONE]":
                     return
                 yield data
+
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    data = bytearray()
+    async for part in answer.content.iter_any():
+        data += part
+        _check_length(len(data), answer)
+    return bytes(data)
+
+
+def _check_length(length: int, answer: aiohttp.ClientResponse) -> None:
+    if length > ANSWER_BYTES:
+        raise EngineError(f"{answer.url} answered more than {ANSWER_BYTES} bytes without an end")
 
 
 def request_seed(seed: int, position: int, bits: int = 63) -> int:
