@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_type_hints
+from typing import ClassVar, get_type_hints
 
 import pytest
 from hypothesis import settings
@@ -247,6 +247,24 @@ async def test_limits_are_per_key_and_higher_priority_goes_first() -> None:
 
     await asyncio.gather(work("a", 0), work("a", 1), work("a", 2), work("b", 0))
     assert order == ["a0", "b0", "a2", "a1"]
+
+
+async def test_who_is_turned_away_holds_the_others_of_its_limit_back() -> None:
+    class Busy(Exception):
+        status = 429
+        headers: ClassVar = {"retry-after": "600"}
+
+    @accelerate(requests_per_minute=6000, burst=10, key=lambda host: host, timeout_s=6000)
+    async def work(host: str) -> None:
+        raise Busy
+
+    turned_away = asyncio.create_task(work("a"))
+    while not work.stats.retries:
+        await asyncio.sleep(0)
+    assert not work.turns.take("a", time.monotonic())
+    assert work.turns.take("b", time.monotonic()), "another limit is another service"
+    turned_away.cancel()
+    await asyncio.gather(turned_away, return_exceptions=True)
 
 
 async def test_rate_is_kept() -> None:

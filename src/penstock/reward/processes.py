@@ -10,9 +10,7 @@ for all who wait.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from itertools import count
@@ -24,19 +22,18 @@ import msgspec
 from penstock.errors import RewardError
 from penstock.reward.crossing import (
     LENGTH,
-    MAX_MESSAGE_BYTES,
     Ask,
     Done,
     Ready,
     Refused,
     Reply,
-    decode_reply,
     encode,
     job_of,
 )
 from penstock.reward.faults import FaultLog
 from penstock.reward.functions import describe_exception
 from penstock.reward.roster import QueueFull, Roster
+from penstock.reward.worker_process import EXIT_GRACE_S, Worker
 from penstock.sample import Sample, Score, Unscored
 
 __all__ = ["VerifierProcesses"]
@@ -46,11 +43,8 @@ MAX_WAITING = 65_536
 START_TIMEOUT_S = 120.0
 FRUITLESS_STARTS = 3
 """Workers in a row that ended without being given a sample, before the pool gives up. One may be bad luck."""
-EXIT_GRACE_S = 0.5
-"""After a worker's exit, how long its last output may still arrive."""
 CLOSE_TIMEOUT_S = 5.0
 """A process that survives SIGKILL for so long hangs in the kernel; that is said, not waited for."""
-TAIL_BYTES = 2048
 
 
 class VerifierProcesses:
@@ -81,7 +75,7 @@ class VerifierProcesses:
         self._output: IO[bytes] | None = None
         self._faults = FaultLog(output)
         self._roster = Roster(timeout_s, max_waiting)
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, Worker] = {}
         self._waiters: dict[int, tuple[asyncio.Future[Answer], bytes]] = {}
         self._starting: set[asyncio.Task[None]] = set()
         self._numbers = count()
@@ -204,17 +198,17 @@ class VerifierProcesses:
         loop = asyncio.get_running_loop()
         number = next(self._numbers)
         command = (sys.executable, "-P", "-m", "penstock.reward.worker", self._function_path, str(os.getpid()))
-        _, worker = await loop.subprocess_exec(lambda: _Worker(self, number), *command, start_new_session=True)
+        _, worker = await loop.subprocess_exec(lambda: Worker(self, number), *command, start_new_session=True)
         self._workers[number] = worker
         worker.start_timer = loop.call_later(self._start_timeout_s, self._start_overdue, worker)
         if self._closing or self._failure is not None:
             worker.kill()
 
-    def _start_overdue(self, worker: _Worker) -> None:
+    def _start_overdue(self, worker: Worker) -> None:
         worker.end_cause = f"it did not load the reward function within {self._start_timeout_s:g} s"
         worker.kill()
 
-    def on_reply(self, worker: _Worker, reply: Reply) -> None:
+    def on_reply(self, worker: Worker, reply: Reply) -> None:
         match reply:
             case Ready():
                 worker.ready()
@@ -239,7 +233,7 @@ class VerifierProcesses:
                 self._output = None
                 self._fail(RewardError(f"the reward function's output can't be written: {error}"))
 
-    def on_gone(self, worker: _Worker) -> None:
+    def on_gone(self, worker: Worker) -> None:
         """The worker has ended and its output was read."""
         del self._workers[worker.number]
         job = self._roster.lose(worker.number)
@@ -312,109 +306,3 @@ def _greeting(options: Mapping[str, Any] | None) -> bytes:
     except TypeError as error:
         raise RewardError(f"reward.options can't be sent to verifier processes: {error}") from error
     return LENGTH.pack(len(body)) + body
-
-
-class _Worker(asyncio.SubprocessProtocol):
-    """One process: its pipes and its end. Gone when it has exited and its pipes are empty, or soon after."""
-
-    def __init__(self, pool: VerifierProcesses, number: int) -> None:
-        self._pool = pool
-        self.number = number
-        self.jobs = 0
-        self.end_cause = ""
-        self.start_timer: asyncio.TimerHandle | None = None
-        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._transport: asyncio.SubprocessTransport | None = None
-        self._buffer = bytearray()
-        self._tail = b""
-        self._exited = False
-
-    @property
-    def transport(self) -> asyncio.SubprocessTransport:
-        assert self._transport is not None, "connection_made comes first"
-        return self._transport
-
-    @property
-    def pid(self) -> int:
-        return self.transport.get_pid()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.SubprocessTransport)
-        self._transport = transport
-        self._write(self._pool.greeting)
-
-    def ready(self) -> None:
-        if self.start_timer is not None:
-            self.start_timer.cancel()
-
-    def send(self, message: bytes) -> None:
-        """One message at a time is under way, so the transport's buffer is bounded by its size."""
-        self.jobs += 1
-        self._write(message)
-
-    def _write(self, message: bytes) -> None:
-        pipe = self.transport.get_pipe_transport(0)
-        assert isinstance(pipe, asyncio.WriteTransport)
-        pipe.write(message)
-
-    def kill(self) -> None:
-        """SIGKILL to the whole group. The number stays the group's own until the exit has been noticed."""
-        if not self._exited:
-            # It may have ended already; some systems say so by PermissionError.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        if fd == 2:
-            self._tail = (self._tail + data)[-TAIL_BYTES:]
-            self._pool.on_output(data)
-            return
-        self._buffer += data
-        try:
-            for reply in self._replies():
-                self._pool.on_reply(self, reply)
-        except (msgspec.DecodeError, ValueError) as error:
-            self.end_cause = f"it wrote something that is not a reply ({error})"
-            self._buffer.clear()
-            self.kill()
-
-    def _replies(self) -> list[Reply]:
-        replies = []
-        while len(self._buffer) >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._buffer)
-            if length > MAX_MESSAGE_BYTES:
-                raise ValueError(f"a reply of {length} bytes")
-            end = LENGTH.size + length
-            if len(self._buffer) < end:
-                break
-            replies.append(decode_reply(self._buffer[LENGTH.size : end]))
-            del self._buffer[:end]
-        return replies
-
-    def process_exited(self) -> None:
-        # What the verifier started must not outlive it, nor keep its pipes open.
-        self.kill()
-        self._exited = True
-        if self.start_timer is not None:
-            self.start_timer.cancel()
-        asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._end)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        if not self.gone.done():
-            self.gone.set_result(None)
-            self.transport.close()
-            self._pool.on_gone(self)
-
-    def exit_text(self) -> str:
-        """How it ended, and the last line that it printed."""
-        code = self.transport.get_returncode()
-        if code is not None and code < 0:
-            how = f"killed by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"signal {-code}"
-        else:
-            how = f"exit code {code}"
-        lines = self._tail.decode(errors="replace").strip().splitlines()
-        parts = [self.end_cause, how, lines[-1][:300] if lines else ""]
-        return "; ".join(part for part in parts if part)
