@@ -34,6 +34,9 @@ class StandIn:
         self.max_context_tokens = max_context_tokens
         self.behave: Callable[[dict[str, Any]], str] = lambda body: ""
         self.load_fails: Callable[[str], bool] = lambda folder: False
+        self.keeps_cache: Callable[[str], bool] = lambda folder: False
+        self.deaf_to = ""
+        """A weight version that it is told and does not take note of."""
         self.version = "default"
         self.serves = "0"
         self.folders: list[str] = []
@@ -60,7 +63,7 @@ class StandIn:
                 web.post("/inference/v1/abort_requests", self._abort),
                 web.post("/pause", self._well),
                 web.post("/resume", self._well),
-                web.post("/reset_prefix_cache", self._well),
+                web.post("/reset_prefix_cache", self._drop_cache),
                 web.post("/collective_rpc", self._rpc),
                 web.post("/update_weight_version", self._set_version),
             ]
@@ -100,6 +103,10 @@ class StandIn:
         self.calls[request.path] += 1
         return web.json_response({"success": True})
 
+    async def _drop_cache(self, request: web.Request) -> web.Response:
+        self.calls[request.path] += 1
+        return web.json_response({"success": not self.keeps_cache(self.folders[-1])})
+
     async def _rpc(self, request: web.Request) -> web.Response:
         folder = (await request.json())["kwargs"]["weights_path"]
         self.folders.append(folder)
@@ -110,7 +117,8 @@ class StandIn:
         return web.json_response({"results": [None]})
 
     async def _set_version(self, request: web.Request) -> web.Response:
-        self.version = (await request.json())["new_version"]
+        told = (await request.json())["new_version"]
+        self.version = self.version if told == self.deaf_to else told
         return web.json_response({"success": True})
 
     async def _weight_info(self, request: web.Request) -> web.Response:

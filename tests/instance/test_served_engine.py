@@ -209,6 +209,28 @@ async def test_a_failed_swap_leaves_the_old_weights_serving(engine: ServedEngine
     assert (await finished(engine, [1])).tokens[1] == expected(6)
 
 
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("keeps the cache", "did not drop its prefix cache"),
+        ("another version", "was given weight version 1 and says .*'0'"),
+    ],
+)
+async def test_a_swap_is_checked_and_one_that_is_not_whole_leaves_the_old_weights_serving(
+    engine: ServedEngine, server: StandIn, how: str, reason: str
+) -> None:
+    if how == "keeps the cache":
+        server.keeps_cache = lambda folder: folder.endswith("version-1")
+    else:
+        server.deaf_to = "1"
+    with pytest.raises(EngineError, match=reason):
+        await engine.update_weights(weights(1))
+    assert engine.version == 0
+    assert [folder.rpartition("-")[2] for folder in server.folders] == ["0", "1", "0"]
+    engine.start([start(1, PROMPT, Sampling(max_new_tokens=6))])
+    assert (await finished(engine, [1])).tokens[1] == expected(6)
+
+
 async def test_an_engine_whose_old_weights_cant_be_had_back_is_given_up(engine: ServedEngine, server: StandIn) -> None:
     server.load_fails = lambda folder: True
     with pytest.raises(EngineError):
