@@ -230,10 +230,13 @@ async def test_an_agent_told_to_leave_ends_its_server(store: WeightStore, tmp_pa
     log_path, folder = tmp_path / "server.log", tmp_path / "weights"
     folder.mkdir()
     async with FakeManager() as manager:
-        async with joined(manager, log_path, folder, "--engine.slow") as agent:
+        async with joined(manager, log_path, folder, "--engine.slow", "--engine-start-s", "345") as agent:
             session = await manager.session(within_s=WITHIN_S)
+            assert session.frames[0].start_s == 345.0, "what the manager is to wait for it beyond a load"
             await session.send(LoadWeights(version=0, source=store.address))
             await session.next_of(VersionReady)
+            command = log_path.read_text().splitlines()[0]
+            assert command.endswith(" --slow"), "the engine's own option"
             await session.send(start_frame([1, 2], sampling=Sampling(max_new_tokens=40)))
             await session.next_of(TokenFrame)
             pid = await server_pid(log_path)
