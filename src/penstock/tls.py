@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.errors import ConfigError
 
-__all__ = ["certificate_role", "client_context", "common_name", "refusal_words", "server_context"]
+__all__ = ["certificate_role", "client_context", "common_name", "refusal_words", "server_context", "tell_late"]
 
 LATE_STEPS = 8
 """Of a handshake that has failed: the client reads the alert and goes; one that sends on instead is cut off."""
@@ -50,6 +50,13 @@ def server_context(cert: str, key: str, client_ca: str, on_refused: Callable[[st
         context.verify_mode = ssl.CERT_REQUIRED
     context.sslobject_class = type("_ToldBy", (_Told,), {"on_refused": staticmethod(on_refused)})
     return context
+
+
+def tell_late(context: ssl.SSLContext, error: OSError, limit_s: float) -> None:
+    """Tells the `on_refused` of a server's context, where `error` is asyncio's word for a handshake that went on for
+    `limit_s`. What else may end a handshake is told by itself, or is the peer's own leaving."""
+    if isinstance(error, ConnectionAbortedError) and error.errno is None and issubclass(context.sslobject_class, _Told):
+        context.sslobject_class.on_refused(f"it did not end the TLS handshake within {limit_s:g} s")
 
 
 def client_context(ca: str, cert: str = "", key: str = "") -> ssl.SSLContext:

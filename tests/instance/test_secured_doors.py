@@ -283,6 +283,27 @@ async def test_the_weight_store_refuses_what_the_manager_would(
         store.close()
 
 
+async def test_the_weight_store_names_a_handshake_that_does_not_end(
+    papers: Papers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.weights.tls_socket.HANDSHAKE_S", 0.2)
+    tls = papers.server(client_ca=False)
+    reasons: list[str] = []
+    store = WeightStore("run", "127.0.0.1", 0, "t", tls=server_context(tls.cert, tls.key, "", reasons.append))
+    host, port = store.start().split(":")
+    try:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(60):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            while not reasons:
+                await asyncio.sleep(0.01)
+        writer.close()
+        assert reasons == ["it did not end the TLS handshake within 0.2 s"]
+    finally:
+        store.close()
+
+
 async def test_a_large_version_comes_whole_over_tls(papers: Papers) -> None:
     tls = papers.server(client_ca=False)
     content = os.urandom(5_000_000)

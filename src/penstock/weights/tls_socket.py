@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.tls import refusal_words
+from penstock.tls import refusal_words, tell_late
 from penstock.weights.protocol import LENGTH, LinkLost, TokenRefused, message_length
 
 __all__ = ["TlsSocket"]
@@ -50,6 +50,7 @@ class TlsSocket:
             )
         except OSError as error:
             sock.close()
+            tell_late(tls, error, HANDSHAKE_S)
             raise LinkLost(f"no TLS connection from {peer}: {error}") from error
         return cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop), peer, io_s)
 
