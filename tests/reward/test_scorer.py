@@ -269,7 +269,7 @@ async def test_a_scorer_that_cannot_start_leaves_no_process(tmp_path: Path) -> N
 def test_errors_of_the_function_and_the_mode_show_before_the_run(function: Callable[[str], str]) -> None:
     with pytest.raises(RewardError, match="no module 'no_such_package'"):
         Scorer("no_such_package:f")
-    with pytest.raises(RewardError, match=r"reward\.mode is 'threads'; it must be inline or process"):
+    with pytest.raises(RewardError, match=r"reward\.mode is 'threads'; it must be one of inline, thread"):
         Scorer(function("right"), mode="threads")
 
 

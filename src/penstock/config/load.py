@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -19,10 +20,12 @@ from pydantic import ValidationError
 
 from penstock.config.describe import Path as KeyPath
 from penstock.config.describe import Place, allowed, dotted, place_at
+from penstock.config.renamed import carry_over
 from penstock.config.run import RunConfig
 from penstock.config.toml import parse_value, read_toml, write_toml
 from penstock.errors import ConfigError
 
+_log = logging.getLogger(__name__)
 _OVERRIDE = re.compile(r"--([A-Za-z_][A-Za-z0-9_.-]*)(?:=(.*))?\Z", re.DOTALL)
 _KEY_IN_TEXT = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
 _SHOWN_CHARACTERS = 80
@@ -140,6 +143,10 @@ class _Layers:
 
     def validate(self) -> RunConfig:
         """The models' verdict. Strict: text is no number and true is no 1."""
+        hints, problems = carry_over(self._values, self._moved)
+        self._problems += problems
+        for hint in hints:
+            _log.warning("%s", hint)
         _none_where_optional(self._values, ())
         self._refuse_unbounded(self._values, ())
         if not self._values and not self._problems:
@@ -155,6 +162,10 @@ class _Layers:
             head = "the configuration has a problem:" if count == 1 else f"the configuration has {count} problems:"
             raise ConfigError("\n".join([head, *(f"  - {problem}" for problem in self._problems)]))
         return config
+
+    def _moved(self, old: KeyPath, new: KeyPath) -> None:
+        if old in self._origins:
+            self._origins[new] = self._origins.pop(old)
 
     def _merge(self, into: dict[str, Any], table: dict[str, Any], path: KeyPath, origin: str) -> None:
         for key, value in table.items():

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from penstock.cluster.errors import ClusterError
+from penstock.cluster.execute import parse_execute
 
 
 class _Section(BaseModel):
@@ -244,8 +247,10 @@ class RewardConfig(_Section):
     """Scores the held-out answers, in the same form; by default `function`. Accuracy is the share of 1 or more."""
     eval_options: dict[str, Any] = {}
     """Options of `eval_function`; where that is left out, `options` holds for both."""
-    mode: Literal["inline", "process"] = "inline"
-    """`process`: in worker processes that are killed at `timeout_s`, for verifiers that may hang."""
+    mode: Literal["inline", "sync", "thread", "process", "ray"] = "inline"
+    """How functions are called while rollouts and training go on. `thread`, also called `inline`: sync ones on threads
+    of the trainer, async ones on its loop. `sync`: one sample after another. `process`: in processes that are killed at
+    `timeout_s`, for verifiers that may hang or compute. `ray`: the same in actors on Ray."""
     processes: int = Field(default=2, ge=1)
     timeout_s: float = Field(default=30.0, gt=0)
     """For one sample; then it is unscored."""
@@ -261,6 +266,23 @@ class RewardConfig(_Section):
         if self.eval_options and not self.eval_function:
             raise ValueError("reward.eval_options needs reward.eval_function; reward.options holds for both")
         return self
+
+
+class ClusterConfig(_Section):
+    """How a controller calls its workers (docs/cluster.md)."""
+
+    execute_mode: str = "all"
+    """How calls are launched: `all` in turn, `all_multithread` from a pool of threads, or on `rank_zero` alone."""
+    execute_threads: int = Field(default=8, ge=1)
+    """Threads of the pool that launches calls, and of the one for rewards."""
+
+    @field_validator("execute_mode")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        try:
+            return parse_execute(name)
+        except ClusterError as error:
+            raise ValueError(f"cluster.execute_mode: {error}") from None
 
 
 class TrainConfig(_Section):
@@ -366,6 +388,7 @@ class RunConfig(_Section):
     tls: TlsConfig = TlsConfig()
     weights: WeightsConfig = WeightsConfig()
     reward: RewardConfig = RewardConfig()
+    cluster: ClusterConfig = ClusterConfig()
     train: TrainConfig = TrainConfig()
     observe: ObserveConfig = ObserveConfig()
     drill: DrillConfig = DrillConfig()

@@ -1,7 +1,8 @@
 """The scorer: a finished sample goes in, a Score or Unscored comes out, whatever the reward function does.
 
-Decides how a function is called: async ones on the caller's loop, synchronous ones on threads, and in mode `process`
-either kind in processes that are killed at the deadline. Knows nothing of groups or advantages. A deadline starts
+Decides how a function is called: async ones on the caller's loop, synchronous ones on threads (mode `sync`: one sample
+after another), and in modes `process` and `ray` either kind in processes that are killed at the deadline. No mode calls
+it twice for one sample. Knows nothing of groups or advantages. A deadline starts
 when the call does. What raises, returns nonsense or runs late is Unscored with its cause; RewardError is raised only
 where no sample could be scored any more, or none has been for long (`drought`).
 """
@@ -12,7 +13,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import RewardError
 from penstock.reward.drought import Drought
@@ -22,8 +23,12 @@ from penstock.reward.processes import VerifierProcesses
 from penstock.reward.threads import VerifierThreads
 from penstock.sample import Sample, Score, Unscored
 
+if TYPE_CHECKING:
+    from penstock.reward.ray_verifiers import RayVerifiers
+
 __all__ = ["Scorer"]
 
+MODES = ("inline", "thread", "sync", "process", "ray")
 INLINE_THREADS = 8
 """Synchronous functions share the interpreter, so more threads help only those that wait."""
 CANCEL_GRACE_S = 1.0
@@ -46,7 +51,8 @@ class Scorer:
         concurrency: int = 256,
         output: Path | None = None,
     ) -> None:
-        """Inline mode loads the function here, process mode in `start`; both raise RewardError.
+        """Modes as in `reward.mode`; `thread` is another name for `inline`. `process` and `ray` load the function in
+        `start`, the others here. Raises RewardError.
 
         `function`: an import path or a file with a name (`load_function`); inline mode takes a loaded one as well.
         `options`: of a function that is named, as in `reward.options`; they cross to processes as JSON.
@@ -60,20 +66,31 @@ class Scorer:
         self._drought = Drought()
         self._calls: set[asyncio.Task[Score | Unscored]] = set()
         self._given_up: set[asyncio.Task[Score | Unscored]] = set()
-        self._processes: VerifierProcesses | None = None
+        self._processes: VerifierProcesses | RayVerifiers | None = None
         self._threads: VerifierThreads | None = None
+        if not timeout_s > 0 or processes < 1 or concurrency < 1:
+            raise RewardError(
+                f"timeout_s = {timeout_s:g} must be above 0, processes = {processes} and concurrency = {concurrency} "
+                "at least 1"
+            )
+        concurrency = 1 if mode == "sync" else concurrency
         self._slots = asyncio.Semaphore(concurrency)
         self._closed = False
-        if mode == "process":
+        if mode not in MODES:
+            raise RewardError(f"reward.mode is '{mode}'; it must be one of {', '.join(MODES)}")
+        if mode in ("process", "ray"):
             if not isinstance(function, str):
                 raise RewardError(
-                    f"the reward function '{function.path}' is an object of this process; mode 'process' loads it in "
+                    f"the reward function '{function.path}' is an object of this process; mode '{mode}' loads it in "
                     "others and needs its import path: 'package.module:function' or './my_reward.py:function'"
                 )
-            self._processes = VerifierProcesses(function, processes, timeout_s, output=output, options=options)
+            if mode == "process":
+                self._processes = VerifierProcesses(function, processes, timeout_s, output=output, options=options)
+            else:
+                from penstock.reward.ray_verifiers import RayVerifiers
+
+                self._processes = RayVerifiers(function, processes, timeout_s, output=output, options=options)
             return
-        if mode != "inline":
-            raise RewardError(f"reward.mode is '{mode}'; it must be inline or process")
         self._function = load_function(function, options) if isinstance(function, str) else function
         if not self._function.is_async:
             threads = min(INLINE_THREADS, concurrency)
@@ -165,6 +182,9 @@ class Scorer:
         try:
             return normalise(await awaitable)
         except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # noqa: BLE001
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                return Unscored("the call was cancelled")  # by its deadline or by who waits: no fault of the function
             return Unscored(self._faults.cause(error, sample))
 
     def _refusal(self) -> RewardError | None:

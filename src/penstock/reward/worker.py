@@ -27,7 +27,7 @@ from penstock.reward.faults import Faults
 from penstock.reward.functions import RewardFunction, load_function, normalise
 from penstock.sample import Score
 
-__all__ = ["main"]
+__all__ = ["job_done", "main"]
 
 PR_SET_PDEATHSIG = 1
 EXIT_REFUSED = 3
@@ -48,10 +48,11 @@ def main(function_path: str, parent_pid: int) -> int:
     faults = Faults()
     with asyncio.Runner() as runner:
         while True:
-            _send(replies_out, _done(runner, function, jobs.get(), faults))
+            _send(replies_out, job_done(runner, function, jobs.get(), faults))
 
 
-def _done(runner: asyncio.Runner, function: RewardFunction, job: Job | Ask, faults: Faults) -> Done:
+def job_done(runner: asyncio.Runner, function: RewardFunction, job: Job | Ask, faults: Faults) -> Done:
+    """A job's result; whatever the function raises is in it."""
     sample = sample_of(job) if isinstance(job, Job) else None
     try:
         given = sample if isinstance(job, Job) else msgspec.json.decode(job.body)

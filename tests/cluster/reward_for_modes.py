@@ -1,0 +1,38 @@
+"""Reward functions for every mode: they keep count, beside the file named in the environment, of who called them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from penstock.sample import Sample
+
+
+def _noted(sample: Sample) -> None:
+    with Path(os.environ["PENSTOCK_TEST_CALLS"]).open("a") as file:
+        file.write(f"{sample.id.replica} {os.getpid()}\n")
+
+
+def by_length(sample: Sample) -> float:
+    _noted(sample)
+    if sample.response == "raises":
+        raise ValueError("no score for this")
+    if sample.response == "hangs":
+        time.sleep(600)
+    return float(len(sample.response))
+
+
+async def alone(sample: Sample) -> float:
+    """How many calls ran at once, at most, until this one ended."""
+    global _running, _most
+    _running += 1
+    _most = max(_most, _running)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    _running -= 1
+    return float(_most)
+
+
+_running = _most = 0
