@@ -15,7 +15,7 @@ import pytest
 from penstock.cli import main
 from penstock.errors import ConfigError, PortInUse
 from penstock.reward.gateway import Gateway
-from penstock.reward.limits import Endpoint, PoolOptions
+from penstock.reward.limits import Endpoint, PoolConfig, PoolOptions
 from penstock.reward.pool import ComputePool
 from penstock.simulate.provider_server import ProviderServer
 from penstock.simulate.providers import Provider
@@ -67,6 +67,9 @@ async def test_streams_are_handed_on_as_they_come() -> None:
         ("fault-silent", {"x-penstock-deadline-s": "0.1"}, 504, "DeadlinePassed"),
         ("fault-429", {"x-penstock-deadline-s": "0.1"}, 504, "DeadlinePassed"),
         ("m", {"x-penstock-priority": "high"}, 400, "bad_request"),
+        ("m", {"x-penstock-priority": "nan"}, 400, "bad_request"),
+        ("m", {"x-penstock-deadline-s": "nan"}, 400, "bad_request"),
+        ("m", {"x-penstock-deadline-s": "-1"}, 400, "bad_request"),
     ],
 )
 async def test_each_failure_has_its_status(model: str, headers: dict, status: int, kind: str) -> None:
@@ -141,6 +144,20 @@ def test_the_command_refuses_what_is_wrong(tmp_path: Path, capsys: pytest.Captur
     file.write_text('[[endpoints]]\nurl = "http://127.0.0.1:9"\napi_key_env = "NOT_SET_ANYWHERE"\n')
     assert main(["gateway", str(file)]) == 2
     assert "NOT_SET_ANYWHERE, which is not set" in capsys.readouterr().err
+    file.write_text('[[endpoints]]\nname = "a"\n')
+    assert main(["gateway", str(file)]) == 2
+    assert capsys.readouterr().err.endswith("endpoints[0]: 'url' is missing\n")
+    for option, value in (("--port", "99999"), ("--table-every", "-1"), ("--table-every", "nan")):
+        assert main(["gateway", str(file), option, value]) == 2
+        assert f"argument {option}" in capsys.readouterr().err
+
+
+async def test_a_reload_that_names_a_missing_key_changes_nothing() -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url)]) as pool:
+        with pytest.raises(ConfigError, match="NOT_SET_ANYWHERE, which is not set"):
+            pool.reload(PoolConfig((Endpoint(server.url, api_key_env="NOT_SET_ANYWHERE"),)))
+        assert pool.endpoints == [Endpoint(server.url)]
+        assert (await pool.chat(**CHAT))["choices"]
 
 
 async def test_the_command_serves_reads_its_file_again_and_ends_when_told(tmp_path: Path) -> None:
@@ -161,6 +178,7 @@ async def test_the_command_serves_reads_its_file_again_and_ends_when_told(tmp_pa
             assert (await post(url, "/chat/completions", CHAT))[0] == 200
             while b" 1 " not in (line := await process.stdout.readline()):
                 assert line
+            assert b" ok " in line
             file.write_text("nonsense = [")
             process.send_signal(signal.SIGHUP)
             assert b"the pool goes on as it was" in await process.stderr.readline()

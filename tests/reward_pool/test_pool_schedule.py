@@ -503,6 +503,15 @@ def test_a_deadline_ends_a_job_wherever_it_is() -> None:
     assert "at http://a" in str(running.error)
 
 
+def test_a_job_that_ran_out_of_time_says_where_no_endpoint_was_well() -> None:
+    scheduler = one(PoolOptions(breaker_failures=1, breaker_pause_s=10.0))
+    job = scheduler.submit("job", 0.0, deadline=5.0)
+    (attempt,) = scheduler.dispatch(0.0)
+    scheduler.report(attempt, BROKEN, 0.0)
+    scheduler.overdue(5.0)
+    assert str(job.error) == "no answer after 5 s (in the queue; every endpoint for it is out); last: reset"
+
+
 def test_what_can_not_be_taken_is_refused_at_once() -> None:
     scheduler = one(PoolOptions(max_queued=1), tokens_per_minute=100)
     with pytest.raises(JobTooLarge, match="500 tokens"):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from penstock.cli import main
+from penstock.cli.reward import summary_of
 
 REWARD = """
 calls = open({log!r}, "a")
@@ -103,3 +108,66 @@ def test_a_function_that_scores_nothing_ends_the_command_with_its_cause(
     assert "none of the first 256 samples could be scored" in said
     assert "ValueError: bad answer (reward.py:7)" in said
     assert "ExceptionGroup" not in said
+
+
+def test_it_says_what_it_knows_and_scores_the_unscored_again_where_told(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert score(files) == 0
+    calls = files / "calls"
+    calls.write_text("")
+    capsys.readouterr()
+    assert score(files) == 0
+    assert not calls.read_text()
+    assert "6 of 6 known from" in capsys.readouterr().out
+    (files / "mended.py").write_text("def reward(sample):\n    return sample.row['n'] / 10\n")
+    assert score(files, "--retry-unscored", "--function", f"{files / 'mended.py'}:reward") == 0
+    assert [results(files)[line]["score"] for line in (1, 2, 3, 4)] == [0.0, 1.0, 0.0, 0.3], "only the unscored one"
+    said = capsys.readouterr().out
+    assert "5 of 6 known from" in said
+    assert "6 of 6 scored" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--timeout-s", "-1"), ("--timeout-s", "nan"), ("--processes", "0"), ("--concurrency", "0")]
+)
+def test_an_impossible_number_is_refused_before_anything_starts(
+    files: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    assert score(files, option, value) == 2
+    assert f"argument {option}" in capsys.readouterr().err
+    assert not (files / "answers.scored.jsonl").exists()
+
+
+def test_a_folder_is_no_place_for_results(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert score(files, "--out", str(files)) == 1
+    assert "can't be read: Is a directory" in capsys.readouterr().err
+
+
+def test_the_summary_stays_short_however_many_causes_there_are() -> None:
+    causes = Counter({"often": 5, "x" * 1000: 4, **{f"row {n}": 1 for n in range(50)}})
+    lines = summary_of(causes)
+    assert lines[0] == "  5 unscored: often"
+    assert len(lines) == 11
+    assert max(map(len, lines)) < 230
+    assert lines[-1] == "  42 unscored, of 42 other causes: see the results"
+
+
+def test_ctrl_c_says_where_the_results_are_and_blames_no_sample(files: Path) -> None:
+    (files / "slow.py").write_text(
+        "import asyncio\n\nasync def reward(sample):\n    print('begun', flush=True)\n    await asyncio.sleep(600)\n"
+    )
+    command = ["reward", "score", str(files / "answers.jsonl"), "--function", f"{files / 'slow.py'}:reward"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors.startswith("interrupted; what is scored is in ")
+    assert errors.count("\n") == 1, errors

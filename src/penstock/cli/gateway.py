@@ -1,7 +1,7 @@
 """`penstock gateway pool.toml`: a pool of rate-limited services as one OpenAI-compatible endpoint on this machine.
 
 Thin: reads the file, starts `reward.gateway`, keeps a table of the endpoints on the terminal (elsewhere it prints one
-now and then). SIGHUP reads the file again, all or nothing.
+now and then, where it has changed). SIGHUP reads the file again, all or nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
+from penstock.cli.numbers import at_least_0, port
 from penstock.cli.pool_table import PoolTable, Screen
 from penstock.errors import ConfigError
 
@@ -24,10 +25,10 @@ HELP = "serve a pool of rate-limited services as one OpenAI-compatible endpoint"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pool", type=Path, help="TOML file with [[endpoints]] and [pool]")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8700, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument("--port", type=port, default=8700, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--token-env", default="", metavar="NAME", help="environment variable with the callers' token")
     parser.add_argument(
-        "--table-every", type=float, metavar="SECONDS", help="0 draws no table (default: 1 on a terminal, else 10)"
+        "--table-every", type=at_least_0, metavar="SECONDS", help="0 draws no table (default: 1 on a terminal, else 10)"
     )
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when the standard input is closed")
 
@@ -51,6 +52,7 @@ async def _serve(args: argparse.Namespace, token: str) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
         screen, table = Screen(sys.stdout), PoolTable()
+        printed: list[str] = []
         every_s = args.table_every if args.table_every is not None else 1.0 if screen.redraws else 10.0
         loop.add_signal_handler(signal.SIGHUP, _reload, pool, args.pool, screen)
         if args.exit_with_stdin:
@@ -64,7 +66,10 @@ async def _serve(args: argparse.Namespace, token: str) -> int:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), every_s or None)
                 if every_s and not screen.redraws and not stop.is_set():
-                    screen.draw(table.lines(pool.snapshot(), pool.waiting, screen.width))
+                    lines = table.lines(pool.snapshot(), pool.waiting, screen.width)
+                    if lines != printed:  # an idle night fills no log
+                        screen.draw(lines)
+                        printed = lines
     return 0
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PoolTable", "Screen"]
 
+HEALTH = {"closed": "ok", "open": "out", "half open": "probing"}
+"""A breaker's word, which few read the right way round, to the table's."""
 LEAST_NAME = 12
 """Characters of an endpoint's name that are always shown."""
 
@@ -46,7 +48,7 @@ class PoolTable:
         heads = ["health", "in flight", "rate/limit s", "429s", "mean s", "spent", "done", "broken"]
         cells = [
             [
-                row.health,
+                HEALTH.get(row.health, row.health),
                 f"{row.in_flight}/{'-' if row.cap is None else row.cap}",
                 f"{self._rate(row):.1f}/{_number(row.rate_limit, 1)}",
                 str(row.refused),

@@ -3,6 +3,7 @@
 Each line is an object with `response` and whatever the function reads from `sample.row`; `prompt` is the text the model
 saw. Results go to another JSONL, one line as each is known: `{"line", "score", "parts"}` or `{"line", "unscored"}`. Run
 again, it goes on with the lines that have no result yet; a last line cut off by a crash is dropped and scored again.
+With `--retry-unscored` lines without a score are scored again as well; the last result of a line counts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.cli.numbers import count, positive
 from penstock.cli.pool_table import PoolTable, Screen
 from penstock.errors import ConfigError, DataError, RewardError, StorageError
 from penstock.sample import Finish, Prompt, Sample, SampleId, Score, Unscored
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from penstock.reward.pool import ComputePool
 
 HELP = "score a JSONL of answers with a reward function"
+MOST_CAUSES = 10
+CAUSE_CHARACTERS = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,17 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--options", default="{}", help="the function's options as a JSON object (default: none)")
     parser.add_argument("--out", type=Path, help="where results go (default: FILE with .scored.jsonl)")
     parser.add_argument("--mode", choices=["inline", "process"], default="inline")
-    parser.add_argument("--processes", type=int, default=2, help="in mode process (default: %(default)s)")
-    parser.add_argument("--timeout-s", type=float, default=60.0, help="for one sample (default: %(default)s)")
-    parser.add_argument("--concurrency", type=int, default=256, help="samples at once (default: %(default)s)")
+    parser.add_argument("--processes", type=count, default=2, help="in mode process (default: %(default)s)")
+    parser.add_argument("--timeout-s", type=positive, default=60.0, help="for one sample (default: %(default)s)")
+    parser.add_argument("--concurrency", type=count, default=256, help="samples at once (default: %(default)s)")
+    parser.add_argument("--retry-unscored", action="store_true", help="score lines again that have no score so far")
 
 
 def main(args: argparse.Namespace) -> int:
     args.options = read_options(args.options)
     samples = read_samples(args.file)
     out = args.out or args.file.with_suffix(".scored.jsonl")
-    known = read_results(out)
-    return asyncio.run(_score(args, samples, out, known))
+    known = {number: result for number, result in read_results(out).items() if number in samples}
+    if args.retry_unscored:
+        known = {number: result for number, result in known.items() if "score" in result}
+    if known:
+        print(f"{len(known)} of {len(samples)} known from {out}", flush=True)
+    try:
+        return asyncio.run(_score(args, samples, out, known))
+    except KeyboardInterrupt:
+        print(f"interrupted; what is scored is in {out}, and the same command goes on from there", file=sys.stderr)
+        raise
 
 
 def read_options(text: str) -> dict[str, Any]:
@@ -96,7 +109,10 @@ def read_results(out: Path) -> dict[int, dict[str, Any]]:
     """
     if not out.exists():
         return {}
-    data = out.read_bytes()
+    try:
+        data = out.read_bytes()
+    except OSError as error:
+        raise DataError(f"{out}: can't be read: {error.strerror}") from None
     whole = data.rfind(b"\n") + 1
     wrong = "not a result of an earlier run; choose another file with --out"
     known = {}
@@ -160,9 +176,20 @@ async def _score(args: argparse.Namespace, samples: dict[int, Sample], out: Path
             await pool.close()
     mean = f"mean {total / scored:.4f}" if scored else "no mean"
     print(f"{scored} of {len(samples)} scored, {mean}; written to {out}")
-    for cause, count in causes.most_common():
-        print(f"  {count} unscored: {cause}")
+    for line in summary_of(causes):
+        print(line)
     return 0
+
+
+def summary_of(causes: Counter[str]) -> list[str]:
+    """The causes that cost most samples, each on one line; the rest, such as those that name a row, is counted."""
+    lines = []
+    for cause, samples in causes.most_common(MOST_CAUSES):
+        shown = cause if len(cause) <= CAUSE_CHARACTERS else cause[: CAUSE_CHARACTERS - 1] + "…"
+        lines.append(f"  {samples} unscored: {shown}")
+    if (rest := causes.total() - sum(n for _, n in causes.most_common(MOST_CAUSES))) > 0:
+        lines.append(f"  {rest} unscored, of {len(causes) - MOST_CAUSES} other causes: see the results")
+    return lines
 
 
 def _opened(out: Path) -> IO[bytes]:

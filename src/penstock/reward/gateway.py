@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import math
 from typing import Any
 
 import msgspec
@@ -128,6 +129,8 @@ class Gateway:
             priority = float(request.headers.get("x-penstock-priority", "0"))
             deadline = request.headers.get("x-penstock-deadline-s")
             deadline_s = float(deadline) if deadline is not None else None
+            if math.isnan(priority) or not (deadline_s is None or deadline_s > 0):
+                raise ValueError("x-penstock-priority has to be a number, x-penstock-deadline-s one above 0")
         except (msgspec.DecodeError, ValueError) as error:
             return _error(400, f"the request can't be understood: {error}", "bad_request")
         path = request.path.removeprefix("/v1")

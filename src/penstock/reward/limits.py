@@ -50,6 +50,8 @@ def _say(error: ValidationError, owner: type, where: str) -> ConfigError:
             near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
             lines.append(f"unknown key '{key}'; {hint}")
+        elif fault["type"] in ("missing", "missing_argument"):
+            lines.append(f"'{key}' is missing")
         else:
             what = f"'{key}' = {fault['input']!r}: " if key else ""
             lines.append(f"{what}{fault['msg'].removeprefix('Value error, ')}")

@@ -314,10 +314,12 @@ class ComputePool:
         Endpoints of the same name keep what they learned and have in flight; those left out finish their work.
 
         Raises:
-            ConfigError: the declaration is wrong; the pool goes on as it was.
+            ConfigError: the declaration is wrong, or a key that it names is missing; the pool goes on as it was.
         """
         config = source if isinstance(source, PoolConfig) else load_pool(source)
         self._check(config.endpoints)
+        for endpoint in config.endpoints:
+            read_key(endpoint)
         self._scheduler.redeclare(config.endpoints, config.pool, self._loop.time() if self._loop else 0.0)
         if isinstance(self._http, HttpTransport):
             self._http.forget_headers()

@@ -478,7 +478,7 @@ class Scheduler:
                 self._stale_deadlines -= 1
                 continue
             self._unqueue(job)
-            where = "in the queue" if not job.live else f"at {job.live[0].place.endpoint.label}"
+            where = _whereabouts(job)
             last = f"; last: {job.outcome.cause}" if job.outcome is not None else ""
             waited_s = now - job.queued_at
             self._finish(job, DeadlinePassed(f"no answer after {waited_s:.3g} s ({where}){last}"), in_heap=False)
@@ -575,3 +575,11 @@ class Scheduler:
     @property
     def running(self) -> int:
         return len(self._live)
+
+
+def _whereabouts(job: Job) -> str:
+    """Where a job is that has run out of time, and what keeps it there if that is no queue's length."""
+    if job.live:
+        return f"at {job.live[0].place.endpoint.label}"
+    out = all(place.admission.breaker.health is not Health.CLOSED for place in job.route.places)
+    return "in the queue; every endpoint for it is out" if out else "in the queue"
