@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from test_weight_store import CONFIG, TOKEN, counted
+from test_weight_store import CONFIG, TOKEN, Proxy, counted
 
 from penstock.errors import WeightError
 from penstock.instance.loading import WeightLoader
@@ -329,6 +331,51 @@ async def test_a_pull_that_died_goes_on_from_the_disk(tmp_path: Path, codec: str
         came = sum(chunk.nbytes for chunk in whole.manifest.chunks[:7])
         assert weights.bytes_fetched == whole.bytes_fetched - came
         assert not names(tmp_path)
+
+
+RECEIVER = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from test_transfer import CutAfter, fetch
+async def main():
+    cut = CutAfter(7)
+    try:
+        await fetch(sys.argv[1], 0, codec="raw", transport=cut, connections=1, partial=Path(sys.argv[2]))
+    except Exception:
+        print("cut", flush=True)
+    sys.stdin.read()
+asyncio.run(main())
+"""
+
+
+def receive_and_die(address: str, folder: Path) -> None:
+    command = [sys.executable, "-c", RECEIVER, address, str(folder), str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as receiver:
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == b"cut\n"
+        receiver.kill()
+
+
+async def test_a_receiver_that_was_killed_goes_on_from_the_disk_in_another_process(tmp_path: Path) -> None:
+    async with store_of(0) as (_, address):
+        await asyncio.to_thread(receive_and_die, address, tmp_path)
+        weights = await fetch(address, 0, codec="raw", partial=tmp_path)
+        assert_whole(weights, 0)
+        came = sum(chunk.nbytes for chunk in weights.manifest.chunks[:7])
+        assert weights.bytes_fetched == weights.manifest.raw_nbytes - came
+
+
+async def test_a_link_that_is_cut_in_mid_difference_is_taken_up_again() -> None:
+    async with store_of(0, 1) as (_, address):
+        base = await fetch(address, 0, codec="raw")
+        proxy = Proxy(address)
+        proxy.cut_after = [3000, 1000, 2500]
+        async with proxy.listening() as through:
+            weights = await fetch(through, 1, codec="delta", base=base, connections=2)
+        assert codecs(weights) == ["delta:1"]
+        assert_whole(weights, 1)
+        assert proxy.connections > 3
 
 
 async def test_what_the_disk_has_is_not_believed_and_what_is_anothers_is_deleted(tmp_path: Path) -> None:

@@ -118,6 +118,8 @@ class _Pull:
                     # The base may be at fault, or be gone from the store: a full version needs none.
                     cause = _first_cause(error) if isinstance(error, ExceptionGroup) else error
                     self._note(f"{steps[-1]}: {cause}; fetched in full instead")
+                # Answers to what was asked for may still be on their way on this link.
+                first.drop()
                 full = await self._way(first, "lossless" if codec == "delta" else codec, None)
                 return await self._come(first, full, None, threads)
         finally:
@@ -252,7 +254,7 @@ class Reconnecting:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._drop()
+        self.drop()
 
     @property
     def on_relay(self) -> bool:
@@ -268,7 +270,7 @@ class Reconnecting:
     async def broke(self, error: WeightError) -> None:
         """Drops the link and pauses (with jitter, so that a fleet does not come back as one)."""
         self._note(str(error))
-        self._drop()
+        self.drop()
         if self._relay:
             self._relay = ""
             return
@@ -282,7 +284,7 @@ class Reconnecting:
             except LinkLost as error:
                 await self.broke(error)
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
         if self._link is not None:
             self._link.close()
             self._link = None
