@@ -28,8 +28,8 @@ test: install
 # The integrations against the frameworks themselves, on CPU: minutes the first time, then about half a minute each.
 test-trl test-verl test-ray: test-%:
 	$(MAKE) --no-print-directory $(CACHE)/$*-$(call made_from,$*)/.installed
-	PYTHONPATH=src $(CACHE)/$*-$(call made_from,$*)/bin/pytest -p no:cacheprovider \
-	  $(wildcard tests/integrations/real_$*.py tests/ray/real_$*_*.py)
+	PYTHONPATH=src $(CACHE)/$*-$(call made_from,$*)/bin/pytest -p no:cacheprovider --noconftest \
+	  $(wildcard tests/integrations/real_$**.py tests/ray/real_$*_*.py)
 
 $(CACHE)/%/.installed:
 	$(PYTHON) -m venv --clear $(@D)

@@ -18,22 +18,19 @@ HERE = Path(__file__).parent
 FUNCTION = f"{HERE / 'reward_for_modes.py'}:by_length"
 
 
-def sample(number: int, response: str) -> Sample:
-    prompt = Prompt(0, "q", [1], {"answer": "a"}, "here:1")
+def sample(number: int, response: str, calls: Path) -> Sample:
+    prompt = Prompt(0, "q", [1], {"calls": str(calls)}, "here:1")
     return Sample(SampleId("b", 0, number), prompt, array("i", [1]), array("f", [-1.0]), (), Finish.STOP, response)
 
 
 @pytest.mark.parametrize("mode", ["sync", "thread", "process"])
-async def test_every_mode_gives_the_same_scores_and_calls_once_for_each_sample(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_every_mode_gives_the_same_scores_and_calls_once_for_each_sample(mode: str, tmp_path: Path) -> None:
     calls = tmp_path / "calls"
-    monkeypatch.setenv("PENSTOCK_TEST_CALLS", str(calls))
     scorer = Scorer(FUNCTION, mode=mode, timeout_s=60)
     try:
         await scorer.start()
         words = ["a", "bcd", "raises", "", "efghi"]
-        results = await asyncio.gather(*(scorer.score(sample(k, word)) for k, word in enumerate(words)))
+        results = await asyncio.gather(*(scorer.score(sample(k, word, calls)) for k, word in enumerate(words)))
     finally:
         await scorer.close()
     values = [result.value if isinstance(result, Score) else None for result in results]
@@ -50,7 +47,7 @@ async def test_sync_takes_one_sample_after_another(mode: str, most: int, monkeyp
     monkeypatch.setattr(reward_for_modes, "_most", 0)
     monkeypatch.setattr(reward_for_modes, "_running", 0)
     scorer = Scorer("reward_for_modes:alone", mode=mode)
-    results = await asyncio.gather(*(scorer.score(sample(k, "x")) for k in range(4)))
+    results = await asyncio.gather(*(scorer.score(sample(k, "x", Path())) for k in range(4)))
     await scorer.close()
     assert max(result.value for result in results if isinstance(result, Score)) == most
 

@@ -21,16 +21,12 @@ from penstock.sample import Score, Unscored  # noqa: E402
 
 
 async def test_actors_score_once_each_and_one_that_hangs_is_replaced(tmp_path: Path) -> None:
-    import ray
-
     calls = tmp_path / "calls"
-    ray.get(ray.remote(lambda: None).remote())
     scorer = Scorer(FUNCTION, mode="ray", processes=2, timeout_s=20)
-    os.environ["PENSTOCK_TEST_CALLS"] = str(calls)
     try:
         await scorer.start()
         words = ["a", "bcd", "raises", "hangs", "hangs", "efghi"]
-        results = await asyncio.gather(*(scorer.score(sample(k, word)) for k, word in enumerate(words)))
+        results = await asyncio.gather(*(scorer.score(sample(k, word, calls)) for k, word in enumerate(words)))
     finally:
         await scorer.close()
     values = [result.value if isinstance(result, Score) else None for result in results]
