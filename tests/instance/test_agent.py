@@ -297,6 +297,19 @@ async def test_weights_that_the_engine_refuses_leave_the_old_version_serving(sto
             await session.wait_for(lambda _: len(session.finishes()) == 1)
 
 
+async def test_an_engine_of_another_vocabulary_than_the_weights_is_not_ready_and_says_why(
+    store: WeightStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with FakeManager() as manager:
+        async with running(agent_of(manager, PacedEngine(tokens_per_s=20_000.0, vocab_size=49))):
+            session = await manager.session()
+            await session.send(LoadWeights(version=0, source=store.address))
+            failed = await session.next_of(LoadFailed)
+    assert "a vocabulary of 49 tokens, and the model of weight version 0 has 50" in failed.cause
+    assert failed.cause in caplog.text
+    assert not session.of(VersionReady)
+
+
 # ---- leaving
 
 

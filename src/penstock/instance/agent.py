@@ -24,7 +24,7 @@ from penstock.errors import AuthError, EngineError, FrameTooLarge, PenstockError
 from penstock.instance.engine import Engine
 from penstock.instance.leases import CAUSE_CHARACTERS, Leases
 from penstock.instance.liveness import Reconnect, StallWatch
-from penstock.instance.loading import WeightLoader
+from penstock.instance.loading import WeightLoader, check_vocabulary
 from penstock.tls import refusal_words
 from penstock.weights.manifest import StagedWeights
 from penstock.weights.puller import DEFAULT_MAX_BYTES
@@ -459,9 +459,10 @@ class Agent:
             self._pulling.cancel()
             self._pulling = None
         await self._swap_in(staged)
+        info = self._engine.info
+        check_vocabulary(staged.manifest, info.vocab_size)
         self._loader.serves(staged)
         load_s = time.monotonic() - began
-        info = self._engine.info
         log.info("serves weight version %d after %.2f s", frame.version, load_s)
         await self._send(
             VersionReady(

@@ -6,18 +6,20 @@ is short). How a version is fetched and verified is in `penstock.weights`.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import ssl
 from pathlib import Path
 
+from penstock.errors import EngineError
 from penstock.weights.choose import CODEC_CHOICES, Rates
-from penstock.weights.manifest import StagedWeights
+from penstock.weights.manifest import Manifest, StagedWeights
 from penstock.weights.puller import DEFAULT_MAX_BYTES, NoMemory, pull
 from penstock.weights.relay import Relay
 from penstock.weights.tcp import TcpTransport
 
-__all__ = ["WeightLoader"]
+__all__ = ["WeightLoader", "check_vocabulary"]
 
 log = logging.getLogger("penstock.agent")
 
@@ -104,3 +106,20 @@ class WeightLoader:
         relay, self._relay = self._relay, None
         if relay is not None:
             await relay.close()
+
+
+def check_vocabulary(manifest: Manifest, vocab_size: int) -> None:
+    """Raises EngineError where an engine that took these weights has another vocabulary than their model.
+
+    Either may be silent: an engine (0), or weights without a configuration that says it.
+    """
+    try:
+        config = json.loads(manifest.config_json)
+    except ValueError:
+        return  # An engine that needs it has refused it.
+    wanted = config.get("vocab_size") if isinstance(config, dict) else None
+    if vocab_size and isinstance(wanted, int) and wanted != vocab_size:
+        raise EngineError(
+            f"the engine has a vocabulary of {vocab_size} tokens, and the model of weight version {manifest.version} "
+            f"has {wanted}: another model or tokenizer"
+        )
