@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -37,6 +37,8 @@ __all__ = ["Abort", "End", "Limits", "Run", "Sandbox", "SandboxError", "availabl
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
 START_TIMEOUT_S = 60.0
 """For the launcher to get ready, which is not the program's time."""
+CHECK_S = 30
+"""For an empty program, on whatever machine; what is looked for is a limit that it can never keep."""
 END_TIMEOUT_S = 30.0
 """For the kernel to end what was killed."""
 SHOWN = (
@@ -129,6 +131,9 @@ class Sandbox:
     def __post_init__(self) -> None:
         if self.network not in ("deny", "allow"):
             raise SandboxError(f"the sandbox's network is {self.network!r}; it must be deny or allow")
+        for path in self.read_only:
+            if not os.path.lexists(path):
+                raise SandboxError(f"the sandbox's read_only names {path}, which is not here")
         if self.isolation is None:
             object.__setattr__(self, "isolation", available_isolation()[0])
         if self.isolation == "none" and self.network == "deny":
@@ -136,6 +141,21 @@ class Sandbox:
                 "nothing here keeps a program from the network: "
                 + "; ".join(available_isolation()[1].values())
                 + "; allow user namespaces, or accept it with network = 'allow'"
+            )
+
+    def check(self) -> None:
+        """Runs an empty program: where the interpreter itself doesn't start, every answer would count as wrong.
+
+        Raises:
+            SandboxError: with how the program ended.
+        """
+        patient = replace(self.limits, wall_s=max(self.limits.wall_s, CHECK_S), cpu_s=max(self.limits.cpu_s, CHECK_S))
+        run = replace(self, limits=patient).run("")
+        if run.end is not End.EXITED:
+            last = run.stderr.strip().splitlines()[-1:]
+            raise SandboxError(
+                f"an empty program fails in the sandbox ({'; '.join([run.end.value, *last])}): look at python, "
+                f"read_only and the limits, such as memory_mb = {self.limits.memory_mb}"
             )
 
     def run(self, code: str, stdin: str = "", abort: Abort | None = None) -> Run:

@@ -93,7 +93,20 @@ def test_options_change_the_reward_and_the_limits(make_sample: Callable[..., Sam
     assert scored(hungry, memory_mb=1024).value == 1.0
     loud = make_sample("print('x' * 10 ** 5)", tests=PAIRS[:1])
     assert "output_limit" in scored(loud, output_bytes=1000).parts
-    assert isinstance(code_tests(field="checks", python="/usr/bin/no-such-python")(half), Unscored)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"memory_mb": 1}, "memory_mb = 1"),
+        ({"python": "/usr/bin/no-such-python"}, "no-such-python"),
+        ({"python": "/bin/false"}, "an empty program fails in the sandbox"),
+        ({"read_only": ["/no/such/folder"]}, "/no/such/folder, which is not here"),
+    ],
+)
+def test_a_sandbox_in_which_every_answer_would_fail_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(RewardError, match=says):
+        code_tests(**options)
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,11 @@ def code_tests(
     further folders that the code may read, such as packages for `python`. See `cases_of` for the shapes of tests.
 
     Raises:
-        RewardError: there is no isolation here, or an impossible limit.
+        RewardError: there is no isolation here, an impossible limit, or not even an empty program runs within them.
     """
     limits = Limits(timeout_s, cpu_s, memory_mb, disk_mb, processes, open_files, output_bytes)
     sandbox = Sandbox(limits, network, python, tuple(read_only))
+    sandbox.check()
 
     def verify(sample: Sample) -> Score | Unscored:
         cases = _cases(sample, field)
