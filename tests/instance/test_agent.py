@@ -236,7 +236,7 @@ async def test_an_engine_that_never_ends_a_swap_ends_the_agent_with_that_cause(s
             session = await manager.session()
             await session.send(LoadWeights(version=0, source=store.address))
             with pytest.raises(EngineError, match=r"did not take weight version 0 within 3 s"):
-                await asyncio.wait_for(task, 30)
+                await asyncio.wait_for(task, 60)
             goodbye = await session.next_of(Goodbye)
             assert goodbye.engine_failed
 
@@ -327,8 +327,8 @@ async def test_leaving_sends_every_token_drawn_then_says_goodbye(store: WeightSt
                 agent.drain("the machine is taken away")
             else:
                 await session.send(Drain(cause="the machine is taken away"))
-            await asyncio.wait_for(task, 10)
-            await asyncio.wait_for(session.closed.wait(), 10)
+            await asyncio.wait_for(task, 60)
+            await asyncio.wait_for(session.closed.wait(), 60)
             assert isinstance(session.frames[-1], Goodbye)
             assert not session.frames[-1].engine_failed
             assert session.frames[-1].cause == "the machine is taken away"
@@ -361,7 +361,7 @@ async def test_an_engine_that_does_not_flush_delays_the_goodbye_and_does_not_sto
         async with running(agent) as task:
             session = await manager.session()
             agent.drain("going")
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, 60)
             await session.next_of(Goodbye)
 
 
@@ -394,7 +394,7 @@ async def test_a_manager_that_is_gone_for_good_is_given_up_with_the_cause() -> N
         task = asyncio.create_task(agent.run())
         await manager.session()
     with pytest.raises(PenstockError, match=r"no manager at http://127\.0\.0\.1:\d+/agent for 0\.5 s .*--manager"):
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, 60)
 
 
 async def test_a_manager_that_comes_back_at_the_same_address_is_found(store: WeightStore) -> None:
@@ -406,14 +406,14 @@ async def test_a_manager_that_comes_back_at_the_same_address_is_found(store: Wei
         session = await again.session()
         await load(session, store)
         agent.drain("done")
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
 
 
 async def test_a_wrong_token_ends_the_agent_at_once_and_says_what_to_do() -> None:
     async with FakeManager() as manager:
         agent = Agent(PacedEngine(tokens_per_s=1.0), manager.url, "wrong", "x")
         with pytest.raises(AuthError, match="PENSTOCK_TOKEN"):
-            await asyncio.wait_for(agent.run(), 10)
+            await asyncio.wait_for(agent.run(), 60)
         assert manager.attempts == 1
 
 
@@ -424,7 +424,7 @@ async def test_another_protocol_version_ends_the_agent_at_once_and_names_both() 
     async with FakeManager() as manager:
         manager.answer = refuse
         with pytest.raises(ProtocolMismatch, match=rf"speaks protocol 7 and this agent {PROTOCOL}"):
-            await asyncio.wait_for(agent_of(manager).run(), 10)
+            await asyncio.wait_for(agent_of(manager).run(), 60)
         assert manager.attempts == 1
 
 
@@ -435,7 +435,7 @@ async def test_what_is_no_manager_is_tried_for_a_while_and_then_named() -> None:
     async with FakeManager() as manager:
         manager.answer = not_found
         with pytest.raises(PenstockError, match="404"):
-            await asyncio.wait_for(agent_of(manager, reconnect_s=0.4).run(), 10)
+            await asyncio.wait_for(agent_of(manager, reconnect_s=3.0).run(), 60)
         assert manager.attempts > 1
 
 
@@ -466,7 +466,7 @@ async def test_a_bad_frame_ends_the_session_by_name_and_is_counted(
                 await session.ws.send_str(message)
             else:
                 await session.send(message)  # type: ignore[arg-type]
-            await asyncio.wait_for(session.closed.wait(), 10)
+            await asyncio.wait_for(session.closed.wait(), 60)
             assert session.ws.close_code == WSCloseCode.PROTOCOL_ERROR
             await load(await manager.session(2), store)
             assert agent.bad_frames == 1
@@ -481,7 +481,7 @@ async def test_a_frame_over_the_limit_ends_the_session_by_name_and_is_counted(
         async with running(agent):
             session = await manager.session()
             await session.ws.send_bytes(bytes(2000))
-            await asyncio.wait_for(session.closed.wait(), 10)
+            await asyncio.wait_for(session.closed.wait(), 60)
             assert session.ws.close_code == WSCloseCode.MESSAGE_TOO_BIG
             await load(await manager.session(2), store)
             assert agent.bad_frames == 1
@@ -497,7 +497,7 @@ async def test_a_frame_over_the_limit_of_the_welcome_ends_the_session_too(caplog
             await session.wait_for(lambda _: len(session.rows()) == 300)  # Handed back: no weights yet.
             assert max(len(encode(frame)) for frame in session.of(TokenFrame)) <= 20_000
             await session.send(start_frame(range(300, 1000)))
-            await asyncio.wait_for(session.closed.wait(), 10)
+            await asyncio.wait_for(session.closed.wait(), 60)
             assert session.ws.close_code == WSCloseCode.MESSAGE_TOO_BIG
             assert "over the limit of 20000 bytes" in caplog.text
             await manager.session(2)
@@ -554,7 +554,7 @@ async def test_a_manager_that_does_not_welcome_properly_is_left(first: Welcome |
         manager.welcome = first
         agent = agent_of(manager, reconnect_s=0.3)
         with pytest.raises(PenstockError, match="broke the protocol"):
-            await asyncio.wait_for(agent.run(), 10)
+            await asyncio.wait_for(agent.run(), 60)
         assert agent.bad_frames >= 1
 
 
@@ -563,7 +563,7 @@ async def test_a_manager_that_says_nothing_is_left(monkeypatch: pytest.MonkeyPat
     async with FakeManager() as manager:
         manager.welcome = None
         with pytest.raises(PenstockError, match=r"no welcome within 0\.1 s"):
-            await asyncio.wait_for(agent_of(manager, reconnect_s=0.2).run(), 10)
+            await asyncio.wait_for(agent_of(manager, reconnect_s=0.2).run(), 60)
 
 
 # ---- engines that fail
@@ -586,7 +586,7 @@ async def test_an_engine_that_dies_ends_the_agent_and_the_manager_is_told(store:
             await load(session, store)
             await session.send(start_frame([1], sampling=Sampling(max_new_tokens=4000)))
             with pytest.raises(EngineError, match="device lost"):
-                await asyncio.wait_for(task, 10)
+                await asyncio.wait_for(task, 60)
             goodbye = await session.next_of(Goodbye)
             assert "device lost" in goodbye.cause
             assert goodbye.engine_failed
@@ -612,8 +612,8 @@ async def test_an_engine_that_is_stuck_ends_the_agent_rather_than_beat_on(store:
             assert not task.done()
             await session.send(start_frame([1, 2]))
             with pytest.raises(EngineError, match=r"made no progress .* with 2 sequences running"):
-                await asyncio.wait_for(task, 10)
-            await asyncio.wait_for(session.closed.wait(), 10)
+                await asyncio.wait_for(task, 60)
+            await asyncio.wait_for(session.closed.wait(), 60)
             [goodbye] = session.of(Goodbye)
             assert "made no progress" in goodbye.cause
             assert goodbye.engine_failed

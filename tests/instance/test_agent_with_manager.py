@@ -74,7 +74,7 @@ def assert_undisturbed(batch: str, result: Batch, replicas: int) -> None:
         assert (sample.token_ids.tolist(), sample.finish) == expected(batch, prompt, replica)
 
 
-async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.01)
@@ -102,7 +102,7 @@ class Run:
         await self.server.close()
         for agent, _ in self.agents.values():
             agent.drain("the test ended")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await asyncio.gather(*(task for _, task in self.agents.values()), return_exceptions=True)
 
     def _on_status(self, status: FleetStatus) -> None:
@@ -118,7 +118,7 @@ class Run:
 
     async def submit(self, batch: str, version: int, replicas: int) -> Batch:
         listener = Batch()
-        await self.client.submit(batch, version, PROMPTS, replicas, RUN_SEED, SAMPLING, 30.0, listener)
+        await self.client.submit(batch, version, PROMPTS, replicas, RUN_SEED, SAMPLING, 60.0, listener)
         return listener
 
     def tokens_of(self, name: str) -> int:

@@ -222,7 +222,7 @@ async def test_an_unread_engine_stops_decoding_at_its_bound(
     engine.frame_steps = 1
     await engine.update_weights(staged(MODEL))
     engine.start([start(0, [1], Sampling(max_new_tokens=90))])
-    await asyncio.to_thread(wait_until, lambda: engine._unread == 3)
+    await asyncio.to_thread(wait_until, lambda: engine._unread == 3 and engine.load().tokens_generated == 4)
     await asyncio.sleep(0.2)
     assert engine._unread == 3
     assert engine.load().tokens_generated == 4

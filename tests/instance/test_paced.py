@@ -75,7 +75,7 @@ class Collected:
 
 async def collect(engine: PacedEngine, until: Callable[[Collected], bool]) -> Collected:
     collected = Collected()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async for delta in engine.deltas():
             collected.add(delta)
             if until(collected):
