@@ -86,6 +86,17 @@ async def test_a_server_that_does_not_start_says_why(tmp_path: Path, http: aioht
         await managed(tmp_path / "other.log", "no-such-program {model} {port}").start(http, tmp_path, {})
 
 
+async def test_a_server_has_the_environment_that_its_control_routes_and_this_machine_need(
+    tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    command = "sh -c 'echo routes=$VLLM_SERVER_DEV_MODE threads=$OMP_NUM_THREADS; exit 1' {model} {port}"
+    server = ManagedServer(
+        VllmDialect(), tmp_path / "log", template=command, start_s=WITHIN_S, environment={"OMP_NUM_THREADS": "3"}
+    )
+    with pytest.raises(EngineError, match="routes=1 threads=3"):
+        await server.start(http, tmp_path, {})
+
+
 async def test_a_server_that_never_answers_is_ended_at_its_deadline(
     tmp_path: Path, http: aiohttp.ClientSession
 ) -> None:
