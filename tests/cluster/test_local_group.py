@@ -149,9 +149,11 @@ def test_the_runs_mode_holds_unless_a_group_or_a_method_says_otherwise() -> None
 def test_threads_of_the_pool_are_used_by_one_mode_alone() -> None:
     with Cluster(execute_threads=2) as cluster:
         group = cluster.group(cluster.local(cluster_workers.Worker, 3))
-        group.plain(1)
+        group.plain([1])
         assert cluster.stats()["submit"].done == 0
         group.echo(1)
+        assert cluster.stats()["submit"].done == 0, "threads would make so small a call slower"
+        group.echo([1])
         assert cluster.stats()["submit"].done == 2
 
 

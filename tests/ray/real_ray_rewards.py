@@ -30,7 +30,7 @@ async def test_actors_score_once_each_and_one_that_hangs_is_replaced(tmp_path: P
     finally:
         await scorer.close()
     values = [result.value if isinstance(result, Score) else None for result in results]
-    assert values == [1, 3, None, None, None, 5]
+    assert values == [1, 3, None, None, None, 5], results
     assert isinstance(results[2], Unscored)
     assert "no score for this" in results[2].cause
     assert isinstance(results[3], Unscored)

@@ -31,7 +31,7 @@ _ARRAY_KINDS = {"b": "int8", "B": "uint8", "h": "int16", "i": "int32", "q": "int
                 "d": "float64"}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Column:
     """`rows` values of one kind.
 

@@ -51,7 +51,9 @@ def to_tensors(batch: Batch, ragged: Ragged = "list", copy: bool = False) -> dic
     `ragged`: columns of unequal rows as a list of tensors, or as one nested tensor of the jagged layout. Tensors over
     memory that others read (Ray's object store) must not be written to; `copy=True` gives tensors of their own.
     """
-    return {name: _value(name, column, ragged, copy) for name, column in batch.columns.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return {name: _value(name, column, ragged, copy) for name, column in batch.columns.items()}
 
 
 def from_tensordict(data: Any) -> Batch:
@@ -245,9 +247,7 @@ def _tensor(column: Column) -> torch.Tensor:
     dtype = getattr(torch, column.kind)
     if not column.data.nbytes:
         return torch.empty(0, dtype=dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(column.data, dtype=dtype)
+    return torch.frombuffer(column.data, dtype=dtype)
 
 
 def _is_leaf(kind: type) -> bool:

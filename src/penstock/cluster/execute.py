@@ -10,13 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.cluster.dispatch import did_you_mean
+from penstock.cluster.batch import Batch
+from penstock.cluster.dispatch import Arguments, did_you_mean
 from penstock.cluster.errors import ClusterError
 from penstock.cluster.pool import SubmitPool
 
 __all__ = ["Execute", "execute_of", "parse_execute", "register_execute"]
 
 Submit = Callable[[int], Any]
+Launch = Callable[[Sequence[int], Submit, SubmitPool], list[BaseException | None]]
+THREADED_BYTES = 1 << 20
+"""Batches smaller than this, in all, are made ready sooner by one thread than by several."""
 DEFAULT = "all"
 
 
@@ -25,8 +29,14 @@ class Execute:
     """A mode: the ranks out of those that a dispatch names, and what launches them."""
 
     ranks: Callable[[Sequence[int]], Sequence[int]]
-    launch: Callable[[Sequence[int], Submit, SubmitPool], list[BaseException | None]]
+    launch: Launch
     """Submits to every rank given; what each submission raised, in that order."""
+    worth_it: Callable[[Sequence[Arguments]], bool] = lambda arguments: True
+    """Whether calls with these arguments are launched so; else one after another."""
+
+    def launches(self, arguments: Sequence[Arguments]) -> Launch:
+        """What launches calls with these arguments."""
+        return self.launch if self.worth_it(arguments) else _serial
 
 
 _MODES: dict[str, Execute] = {}
@@ -73,6 +83,15 @@ def _threaded(ranks: Sequence[int], submit: Submit, pool: SubmitPool) -> list[Ba
     return [first, *(future.result() for future in futures)]
 
 
+def _is_heavy(arguments: Sequence[Arguments]) -> bool:
+    """Large batches, or values whose size isn't known: the carrier may take long over them."""
+    values = [value for args, kwargs in arguments for value in (*args, *kwargs.values())]
+    small = (Batch, str, int, float, bool, type(None))
+    return sum(value.nbytes for value in values if isinstance(value, Batch)) >= THREADED_BYTES or not all(
+        isinstance(value, small) for value in values
+    )
+
+
 register_execute("all", Execute(lambda ranks: ranks, _serial))
-register_execute("all_multithread", Execute(lambda ranks: ranks, _threaded))
+register_execute("all_multithread", Execute(lambda ranks: ranks, _threaded, _is_heavy))
 register_execute("rank_zero", Execute(lambda ranks: [rank for rank in ranks if rank == 0], _serial))

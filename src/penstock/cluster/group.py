@@ -15,7 +15,7 @@ from typing import Any
 from penstock.cluster.batch import Batch
 from penstock.cluster.dispatch import Arguments, Mesh, Shares, method_of, split_of
 from penstock.cluster.errors import ClusterError, GroupPoisoned
-from penstock.cluster.execute import Execute, execute_of
+from penstock.cluster.execute import Execute, Launch, execute_of
 from penstock.cluster.pool import SubmitPool
 from penstock.cluster.workers import Sent, Workers
 
@@ -127,7 +127,8 @@ class WorkerGroup:
                 f"'{method.dispatch}' call nobody else has"
             )
         prepared = self._prepared(mode, ranks, shares.arguments)
-        sent = self._launched(mode, ranks, name, prepared, set(shares.answering))
+        light = [without_batches(shares.arguments[rank]) for rank in ranks]  # batches have been dealt with
+        sent = self._launched(mode.launches(light), ranks, name, prepared, set(shares.answering))
         return Pending(self.workers, sent, shares, self._timeout_s)
 
     def _prepared(self, mode: Execute, ranks: Sequence[int], arguments: Sequence[Arguments]) -> dict[int, Any]:
@@ -140,13 +141,14 @@ class WorkerGroup:
         def prepare(rank: int) -> None:
             ready[rank] = self.workers.prepare(arguments[rank])
 
-        for error in mode.launch(list(first_with.values()), prepare, self._pool):
+        launch = mode.launches([arguments[rank] for rank in first_with.values()])
+        for error in launch(list(first_with.values()), prepare, self._pool):
             if error is not None:
                 raise error
         return {rank: ready[first_with[id(arguments[rank])]] for rank in ranks}
 
     def _launched(
-        self, mode: Execute, ranks: Sequence[int], name: str, prepared: dict[int, Any], answering: set[int]
+        self, launch: Launch, ranks: Sequence[int], name: str, prepared: dict[int, Any], answering: set[int]
     ) -> list[Sent]:
         sent: dict[int, Sent] = {}
 
@@ -155,7 +157,7 @@ class WorkerGroup:
 
         with self.workers.order:
             self.workers.refuse_if_lost()
-            errors = mode.launch(ranks, submit, self._pool)
+            errors = launch(ranks, submit, self._pool)
             failed = [(rank, error) for rank, error in zip(ranks, errors) if error is not None]
             if failed and sent:
                 rank, error = failed[0]
@@ -165,3 +167,10 @@ class WorkerGroup:
                 raise GroupPoisoned(f"{self.workers.name}: {self.workers.lost}") from failed[0][1]
             raise failed[0][1]
         return [sent[rank] for rank in ranks]
+
+
+def without_batches(arguments: Arguments) -> Arguments:
+    """What is left of a call's arguments once batches go by reference."""
+    args, kwargs = arguments
+    left = {name: value for name, value in kwargs.items() if not isinstance(value, Batch)}
+    return tuple(value for value in args if not isinstance(value, Batch)), left

@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.cluster.ray_actors import the_ray
 from penstock.errors import PenstockError, RewardError
-from penstock.reward.crossing import Done, decode_job, decode_reply, encode, job_of
+from penstock.reward.crossing import LENGTH, Done, decode_job, decode_reply, encode, job_of
 from penstock.reward.faults import FaultLog, Faults
 from penstock.reward.functions import load_function
 from penstock.sample import Sample, Score, Unscored
@@ -45,7 +45,7 @@ class _Verifier:
     def score(self, job: bytes) -> bytes:
         from penstock.reward.worker import job_done  # a program of its own, which its package must not import
 
-        return encode(job_done(self._runner, self._function, decode_job(job), self._faults))
+        return encode(job_done(self._runner, self._function, decode_job(job[LENGTH.size :]), self._faults))
 
 
 class RayVerifiers:
@@ -101,7 +101,7 @@ class RayVerifiers:
             return Unscored(f"the actor of the reward function is gone: {error}")
         finally:
             self._back(actor, kept)
-        done = decode_reply(reply)
+        done = decode_reply(reply[LENGTH.size :])
         assert isinstance(done, Done)
         if done.fault:
             self._faults.take(done.fault, done.traceback)
