@@ -19,7 +19,7 @@ from typing import Any
 
 from penstock.bench.common import Result, at_least, at_most, median
 from penstock.bench.journal_kills import Violation, run_story
-from penstock.bench.manager import World
+from penstock.bench.manager_world import World
 from penstock.rollout.journal_file import Journal, JournalConfig
 from penstock.rollout.manager import Decisions, Manager, ManagerConfig
 from penstock.wire import TokenFrame, column_bytes, encode
