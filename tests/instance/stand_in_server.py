@@ -32,6 +32,8 @@ class StandIn:
     def __init__(self, model: Path | str = "stand-in", *, max_context_tokens: int = 512) -> None:
         self.model = str(model)
         self.max_context_tokens = max_context_tokens
+        self.logprobs_mode = "raw_logprobs"
+        self.device = "stand-in"
         self.behave: Callable[[dict[str, Any]], str] = lambda body: ""
         self.load_fails: Callable[[str], bool] = lambda folder: False
         self.keeps_cache: Callable[[str], bool] = lambda folder: False
@@ -91,11 +93,11 @@ class StandIn:
         return web.json_response({"version": "0.0.0"})
 
     async def _info(self, request: web.Request) -> web.Response:
-        model = {"model": self.model, "max_model_len": self.max_context_tokens, "logprobs_mode": "raw_logprobs"}
+        model = {"model": self.model, "max_model_len": self.max_context_tokens, "logprobs_mode": self.logprobs_mode}
         config = {
             "model_config": model,
             "scheduler_config": {"max_num_seqs": 64},
-            "device_config": {"device": "stand-in"},
+            "device_config": {"device": self.device},
         }
         return web.json_response({"vllm_config": config})
 

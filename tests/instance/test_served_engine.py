@@ -281,6 +281,24 @@ async def test_a_server_of_another_model_is_refused(
         await engine.close()
 
 
+async def test_a_server_whose_figures_would_not_be_the_models_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "vocab_size": 50, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    async with StandIn(tmp_path) as server:
+        engine = engine_at(server.url, tmp_path)
+        server.logprobs_mode = "processed_logprobs"
+        with pytest.raises(EngineError, match="start it with raw_logprobs"):
+            await engine.update_weights(weights(0))
+        server.logprobs_mode, server.device = "raw_logprobs", "cpu"
+        with pytest.raises(EngineError, match="only one side of tied embeddings"):
+            await engine.update_weights(weights(0))
+        assert server.folders == [], "nothing was loaded into it"
+        server.device = "cuda"
+        await engine.update_weights(weights(0))
+        assert engine.version == 0
+        await engine.close()
+
+
 async def test_an_address_where_no_server_is_is_refused(tmp_path: Path) -> None:
     engine = engine_at("http://127.0.0.1:9", tmp_path)
     with pytest.raises(EngineError, match=r"no vllm server answers at http://127\.0\.0\.1:9"):
