@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import WeightError
-from penstock.weights import Manifest, TensorEntry, decode_manifest, encode_manifest
+from penstock.weights import Manifest, TensorEntry, WeightStore, decode_manifest, encode_manifest
 from penstock.weights.choose import Rates, choose, time_s
 from penstock.weights.encodings import Estimate, codec_of, decode_chunk, encode, estimate, raw_manifest_of
 from penstock.weights.manifest import Encoding, is_authentic, sign_manifest
@@ -316,3 +316,8 @@ def test_rates_are_learned_and_small_transfers_say_nothing() -> None:
     before = known.decode["delta"]
     known.decoded("delta", 1 << 30, 1.0)
     assert known.decode["delta"] == (before + (1 << 30)) / 2
+
+
+def test_a_store_encodes_on_as_many_threads_as_it_is_given() -> None:
+    assert WeightStore("run", "127.0.0.1", 0, "t", threads=3)._cores == 3
+    assert WeightStore("run", "127.0.0.1", 0, "t")._cores >= 1

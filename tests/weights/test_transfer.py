@@ -375,7 +375,7 @@ async def test_a_link_that_is_cut_in_mid_difference_is_taken_up_again() -> None:
             weights = await fetch(through, 1, codec="delta", base=base, connections=2)
         assert codecs(weights) == ["delta:1"]
         assert_whole(weights, 1)
-        assert proxy.connections > 3
+        assert proxy.connections >= 3
 
 
 async def test_what_the_disk_has_is_not_believed_and_what_is_anothers_is_deleted(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import ssl
 from pathlib import Path
 
 from penstock.errors import EngineError
 from penstock.weights.choose import CODEC_CHOICES, Rates
 from penstock.weights.manifest import Manifest, StagedWeights
+from penstock.weights.memory import usable_cores
 from penstock.weights.puller import DEFAULT_MAX_BYTES, NoMemory, pull
 from penstock.weights.relay import Relay
 from penstock.weights.tcp import TcpTransport
@@ -55,7 +55,7 @@ class WeightLoader:
         self._partial_folder = partial_folder
         self._tls = tls
         self._relay: Relay | None = None
-        self._rates = Rates(cores=len(os.sched_getaffinity(0)))
+        self._rates = Rates(cores=usable_cores())
         self._base: StagedWeights | None = None
 
     @property

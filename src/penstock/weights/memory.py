@@ -1,8 +1,9 @@
-"""Host memory for whole weight versions: large, page-aligned, given back to the system when dropped."""
+"""What this machine has for whole weight versions: memory, large and page-aligned, and cores."""
 
 from __future__ import annotations
 
 import mmap
+import os
 
 
 def host_buffer(nbytes: int) -> memoryview:
@@ -17,3 +18,8 @@ def host_buffer(nbytes: int) -> memoryview:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(mapped)
+
+
+def usable_cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -7,7 +7,7 @@ goes from the store's buffer to the puller's without being copied in between. Ge
 for each index, in that order.
 
 Both sides prove that they hold the run's token (HMAC-SHA256 over both nonces, RFC 2104); the token itself is never
-sent. Bytes are not encrypted: on a network that is not trusted, tunnel the port.
+sent. Bytes are encrypted where the run speaks TLS, and otherwise not.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import socket
 import ssl
 import threading
@@ -25,7 +24,7 @@ from typing import TypeVar
 from penstock.errors import MissingExtra, PortInUse, WeightError
 from penstock.weights.encodings import Encoded, Estimate, encode, estimate, raw_manifest_of
 from penstock.weights.manifest import Encoding, Manifest, TensorEntry, encode_manifest, sign_manifest
-from penstock.weights.memory import host_buffer
+from penstock.weights.memory import host_buffer, usable_cores
 from penstock.weights.offers import offers_of
 from penstock.weights.plan import Bytes, check_tensor, cut_runs, digest, tensor_offsets
 from penstock.weights.protocol import GetOffers, NoSuchVersion, NotReady, Offers
@@ -121,7 +120,7 @@ class WeightStore:
         self._deltas_wanted = False
         self._spare: memoryview | None = None
         self._counts: Counter[str] = Counter()
-        self._cores = threads or len(os.sched_getaffinity(0))
+        self._cores = threads or usable_cores()
         self._publishing = ThreadPoolExecutor(1, "weight-publish")
         self._encoding = ThreadPoolExecutor(1, "weight-encode")
         self._threads = ThreadPoolExecutor(self._cores, "weight-chunks")
