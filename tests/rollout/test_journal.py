@@ -16,8 +16,9 @@ from rollout_helpers import SimulatedAgent, World, length_of, submit, tokens
 from penstock.bench.journal_kills import InlineExecutor, MortalDisk, Story, run_story
 from penstock.errors import StorageError
 from penstock.observe.events import BatchEnded, ManagerRecovered, Warned
-from penstock.rollout.journal import Recovered, decode_record, encode_record, tokens_record
+from penstock.rollout.journal import decode_record, encode_record, tokens_record
 from penstock.rollout.journal_file import Journal, JournalConfig
+from penstock.rollout.journal_replay import Recovered
 from penstock.rollout.journal_segments import CHECKSUMS, Disk, SegmentReader, SegmentWriter
 from penstock.rollout.manager import Decisions, ManagerConfig
 from penstock.sample import Finish
@@ -332,6 +333,48 @@ def test_gathered_records_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     for _ in range(4):
         draw_of_the_longest(world, agent)
     assert writes < disk.writes < writes + 4
+
+
+@pytest.mark.parametrize("compact_bytes", [1 << 30, 300], ids=["records", "snapshot"])
+@pytest.mark.parametrize("progress", [False, True])
+def test_strikes_outlive_a_manager_and_a_token_forgives_them(
+    tmp_path: Path, progress: bool, compact_bytes: int
+) -> None:
+    world = JournaledWorld(tmp_path, compact_bytes=compact_bytes)
+    world.hello("first")
+    world.trainer(submit(samples_per_prompt=2))
+    for _ in range(2):
+        world.lose(world.join_ready())
+    agent = world.join_ready()
+    if progress:
+        draw_of_the_longest(world, agent)
+    world.pass_time(0.1)
+    assert bool(list(tmp_path.glob("snapshot-*"))) == (compact_bytes == 300)
+    world.die()
+    again = JournaledWorld(tmp_path)
+    again.hello("first", ("train-0",))
+    again.trainer(submit(samples_per_prompt=2))
+    again.lose(again.join_ready())
+    failed = [sample for sample in again.delivered.values() if sample.finish is Finish.FAILED]
+    assert len(failed) == (1 if progress else 2)
+
+
+@pytest.mark.parametrize("compact_bytes", [1 << 30, 300], ids=["records", "snapshot"])
+def test_a_manager_says_what_those_before_it_had_taken_from_each_instance(tmp_path: Path, compact_bytes: int) -> None:
+    world = begun(tmp_path, compact_bytes=compact_bytes)
+    world.pass_time(0.1)
+    other = world.join_ready("other", max_running=2)
+    world.lose(next(iter(world.agents.values())))
+    world.play(other, 1)
+    taken = {name: tokens for name, tokens in world.manager.accepted.items() if tokens}
+    assert set(taken) == {"engine", "other"}
+    world.die()
+    for _ in range(2):
+        again = JournaledWorld(tmp_path)
+        [event] = again.of_kind(ManagerRecovered)
+        assert isinstance(event, ManagerRecovered)
+        assert event.accepted == taken
+        again.die()
 
 
 # ---- bounded

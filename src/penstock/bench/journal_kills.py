@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.rollout.journal import Recovered
 from penstock.rollout.journal_file import Fsync, Journal, JournalConfig
+from penstock.rollout.journal_replay import Recovered
 from penstock.rollout.journal_segments import Disk
 from penstock.rollout.manager import TRAINER, Decisions, Manager, ManagerConfig
 from penstock.rollout.tracker import EPOCH_SHIFT

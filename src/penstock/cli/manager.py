@@ -67,7 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=3,
         help="a sample lost with its machine so often, without a new token in between, is set aside (default 3)",
     )
-    parser.add_argument("--journal", type=Path, metavar="DIR", help="keep samples here, so that the manager may die")
+    parser.add_argument(
+        "--journal",
+        type=Path,
+        metavar="DIR",
+        help="keep samples here, so that the manager may die; SIGTERM is a restart then, SIGINT an end",
+    )
     parser.add_argument(
         "--journal-fsync",
         choices=("never", "interval", "always"),
@@ -199,14 +204,19 @@ async def _serve(args: argparse.Namespace, token: str, own_tokens: dict[str, str
     )
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    cause = ["the manager is shutting down"]
+    cause, comes_back = "the manager is shutting down", False
 
-    def leave(why: str) -> None:
-        cause[0] = why
+    def leave(why: str, restart: bool = False) -> None:
+        nonlocal cause, comes_back
+        cause, comes_back = why, restart
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, leave, f"the manager got {number.name}")
+    # A service manager stops what it starts again with SIGTERM. A run's own manager gets it at the run's end.
+    if args.journal is not None and not args.exit_with_stdin:
+        loop.add_signal_handler(signal.SIGTERM, leave, "the manager got SIGTERM and is expected to start again", True)
+    else:
+        loop.add_signal_handler(signal.SIGTERM, leave, "the manager got SIGTERM")
+    loop.add_signal_handler(signal.SIGINT, leave, "the manager got SIGINT")
     url = adopted.manager_url = await server.start()
     try:
         if args.exit_with_stdin:
@@ -227,7 +237,7 @@ async def _serve(args: argparse.Namespace, token: str, own_tokens: dict[str, str
             task.cancel()
     finally:
         await adopted.close()
-        await server.close(cause[0])
+        await server.close(cause, comes_back=comes_back)
     return 0
 
 

@@ -428,6 +428,8 @@ def tokens_of_engines(log: Iterable[events.Event]) -> tuple[int | None, int | No
     local: set[str] = set()
     exited: set[str] = set()
     gone: set[str] = set()
+    journaled = whole = True
+    """What managers that died had taken is known."""
     for event in log:
         if isinstance(event, events.EngineStarted):
             local.add(event.name)
@@ -436,13 +438,20 @@ def tokens_of_engines(log: Iterable[events.Event]) -> tuple[int | None, int | No
             if event.tokens_drawn:
                 exited.add(event.name)
         elif isinstance(event, events.ManagerChanged) and event.state == "restarted":
-            # What it had of each engine when it died, nobody says.
-            return None, None
+            # What it had of each engine when it died, its journal says, or nobody.
+            journaled = False
+        elif isinstance(event, events.Warned) and event.where == "journal":
+            # Tokens were taken that it has not, or had to be left out.
+            whole = False
+        elif isinstance(event, events.ManagerRecovered):
+            journaled = whole
+            accepted = sum(tokens for name, tokens in event.accepted.items() if name in local)
+            gone |= event.accepted.keys()
         elif isinstance(event, events.InstanceChanged) and event.after == "gone" and event.name in local:
             accepted += event.tokens_accepted
             gone.add(event.name)
     known = [count for count in drawn if count is not None]
-    if not known or len(known) < len(drawn):
+    if not known or len(known) < len(drawn) or not journaled:
         return None, None
     # A run that breaks off may not hear what the manager had of its engines.
     return sum(known), accepted if exited <= gone else None

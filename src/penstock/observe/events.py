@@ -145,6 +145,8 @@ class ManagerRecovered(_Event, tag="manager_recovered"):
     tokens: int
     cut_bytes: int
     """At the journal's end, of a record that was not written whole."""
+    accepted: dict[str, int] = {}
+    """Output tokens that managers before this one took, by the name of the instance that drew them."""
 
 
 class WaitingForInstances(_Event, tag="waiting_for_instances"):

@@ -38,8 +38,9 @@ from pathlib import Path
 from typing import IO, Literal
 
 from penstock.errors import StorageError
-from penstock.rollout.journal import Epoch, Record, Recovered, encode_record
+from penstock.rollout.journal import Epoch, Record, encode_record
 from penstock.rollout.journal_folder import numbered, path_of, read_folder, set_aside
+from penstock.rollout.journal_replay import Recovered
 from penstock.rollout.journal_segments import Disk, SegmentWriter
 from penstock.rollout.journal_snapshot import Snapshot
 

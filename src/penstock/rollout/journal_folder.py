@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import MissingExtra, StorageError
-from penstock.rollout.journal import Recovered, Replay, decode_record
+from penstock.rollout.journal import decode_record
+from penstock.rollout.journal_replay import Recovered, Replay
 from penstock.rollout.journal_segments import SegmentReader
 
 __all__ = ["Found", "numbered", "path_of", "read_folder", "set_aside"]

@@ -8,11 +8,22 @@ and reading a slice of a bytearray is one step that no append can come between.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from penstock.rollout.batch import Batch, TrackedSample
-from penstock.rollout.journal import Epoch, Published, Record, Samples, SnapshotEnd, Submitted, Trainer
+from penstock.rollout.journal import (
+    Accepted,
+    Epoch,
+    Placed,
+    Published,
+    Record,
+    Samples,
+    SnapshotEnd,
+    Submitted,
+    Trainer,
+    strikes_column,
+)
 from penstock.rollout.tracker import Tracker
 from penstock.rollout.versions import Versions
 from penstock.sample import Finish
@@ -32,6 +43,9 @@ class _BatchCut:
     samples: list[TrackedSample]
     lengths: list[int]
     leases: list[int]
+    instances: list[str]
+    """Ids, empty where a sample is with nobody."""
+    strikes: bytes
     finishes: list[Finish]
     versions: list[int]
     closed_spans: list[_Spans]
@@ -44,11 +58,23 @@ class Snapshot:
 
     _head: list[Record]
     _cuts: list[_BatchCut]
+    _names: dict[str, str]
     nbytes: int
 
     @classmethod
-    def of(cls, epoch: int, session: str, versions: Versions, tracker: Tracker, batches: Iterable[Batch]) -> Snapshot:
-        head: list[Record] = [Published(version, "earlier", digest) for version, digest in versions.earlier()]
+    def of(
+        cls,
+        epoch: int,
+        session: str,
+        versions: Versions,
+        tracker: Tracker,
+        batches: Iterable[Batch],
+        names: dict[str, str],
+        accepted: Mapping[str, int],
+    ) -> Snapshot:
+        """`names` of instances by id; `accepted` output tokens by such a name."""
+        head: list[Record] = [Accepted(dict(accepted))]
+        head += [Published(version, "earlier", digest) for version, digest in versions.earlier()]
         head.append(Trainer(session))
         head += [Published(*told) for told in versions.published()]
         head.append(Epoch(epoch))
@@ -56,7 +82,7 @@ class Snapshot:
         tokens = sum(sum(cut.lengths) for cut in cuts)
         rows = sum(len(cut.samples) for cut in cuts)
         prompts = sum(len(cut.frame.prompt_ids) for cut in cuts)
-        return cls(head, cuts, 8 * tokens + 32 * rows + prompts + 4096)
+        return cls(head, cuts, names, 8 * tokens + 32 * rows + prompts + 4096)
 
     def records(self) -> Iterator[Record]:
         """Each is made when it is asked for; may be called in another thread than the one that the state lives in."""
@@ -71,7 +97,18 @@ class Snapshot:
                 tokens += length
             if cut.lengths:
                 yield _piece(cut, first, len(cut.lengths))
+            yield from self._placed(cut)
         yield SnapshotEnd()
+
+    def _placed(self, cut: _BatchCut) -> Iterator[Placed]:
+        held: dict[str, tuple[array[int], array[int]]] = {}
+        for sample, lease, instance in zip(cut.samples, cut.leases, cut.instances, strict=True):
+            if lease:
+                leases, indices = held.setdefault(instance, (array("Q"), array("I")))
+                leases.append(lease)
+                indices.append(sample.index)
+        for instance, (leases, indices) in held.items():
+            yield Placed(cut.frame.batch, leases.tobytes(), indices.tobytes(), self._names.get(instance, ""))
 
 
 def _cut(tracker: Tracker, batch: Batch) -> _BatchCut:
@@ -81,6 +118,8 @@ def _cut(tracker: Tracker, batch: Batch) -> _BatchCut:
         samples=samples,
         lengths=[sample.length for sample in samples],
         leases=[sample.lease for sample in samples],
+        instances=[sample.instance for sample in samples],
+        strikes=strikes_column(s.strikes if s.length == s.placed_length or not s.lease else 0 for s in samples),
         finishes=[sample.finish for sample in samples],
         versions=[sample.version for sample in samples],
         closed_spans=[sample.closed_spans for sample in samples],
@@ -98,7 +137,6 @@ def _piece(cut: _BatchCut, first: int, last: int) -> Samples:
     return Samples(
         batch=cut.frame.batch,
         samples=array("I", [sample.prompt * replicas + sample.replica for sample in samples]).tobytes(),
-        leases=array("Q", cut.leases[first:last]).tobytes(),
         finishes=bytes(cut.finishes[first:last]),
         lengths=array("I", lengths).tobytes(),
         span_counts=array("I", map(len, spans)).tobytes(),
@@ -107,4 +145,5 @@ def _piece(cut: _BatchCut, first: int, last: int) -> Samples:
         causes={row - first: cut.samples[row].cause for row in rows if cut.finishes[row] and cut.samples[row].cause},
         token_ids=b"".join([sample.tokens[: 4 * n] for sample, n in zip(samples, lengths, strict=True)]),
         logprobs=b"".join([sample.logprobs[: 4 * n] for sample, n in zip(samples, lengths, strict=True)]),
+        strikes=cut.strikes[first:last],
     )

@@ -20,7 +20,8 @@ from penstock.rollout.balance import BalancePolicy, InstanceLoad, load_policy
 from penstock.rollout.balancing import Balancing
 from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.fleet import Fleet, FleetConfig, Instance, State
-from penstock.rollout.journal import Recovered, placed_records, tokens_record
+from penstock.rollout.journal import placed_records, struck_records, tokens_record
+from penstock.rollout.journal_replay import Recovered
 from penstock.rollout.journal_snapshot import Snapshot
 from penstock.rollout.outbox import TRAINER, Decisions, Outbox
 from penstock.rollout.stalls import Stalls
@@ -117,6 +118,8 @@ class Manager:
             grace_s=config.trainer_grace_s,
             frame_bytes=config.max_frame_bytes,
         )
+        self.accepted: Counter[str] = Counter()
+        """Output tokens taken by this manager and those before it, by the name of the instance that drew them."""
         self._rows_refused: Counter[tuple[str, str]] = Counter()
         self._status_at = float("-inf")
 
@@ -126,6 +129,7 @@ class Manager:
         """Takes up where an earlier manager ended; to be called before anybody connects."""
         self._now = now
         self.epoch = recovered.epoch + 1
+        self.accepted.update(recovered.accepted)
         self.tracker.begin_epoch(self.epoch)
         self.trainer.restore(recovered)
         return self._decided()
@@ -140,7 +144,15 @@ class Manager:
 
     def snapshot(self) -> Snapshot:
         """The living state as it is now, to be written down piece by piece while it goes on."""
-        return Snapshot.of(self.epoch, self.trainer.session, self.versions, self.tracker, self.trainer.every_batch())
+        return Snapshot.of(
+            self.epoch,
+            self.trainer.session,
+            self.versions,
+            self.tracker,
+            self.trainer.every_batch(),
+            names={instance.id: instance.name for instance in self.fleet},
+            accepted=self.accepted,
+        )
 
     # ---- agents
 
@@ -313,8 +325,11 @@ class Manager:
     def _tokens(self, instance: Instance, frame: TokenFrame) -> None:
         applied = self.tracker.apply(instance.id, frame, instance.versions, instance.vocab_size, self._now)
         instance.tokens_accepted += applied.tokens
+        self.accepted[instance.name] += applied.tokens
         if applied.tokens and self._out.journaling:
             self._out.record(tokens_record(frame, applied.refused_rows))
+        if applied.struck:
+            self._out.records(struck_records(applied.struck))
         if applied.refused:
             for cause, rows in applied.refused.items():
                 self._rows_refused[instance.id, cause] += rows
@@ -361,6 +376,8 @@ class Manager:
     def _lose(self, instance: Instance, cause: str, orderly: bool, suspects: bool = True) -> None:
         suspected = instance.max_running if suspects and not orderly else 0
         evicted = self.tracker.evict(instance.id, f"{instance.id} is gone: {cause}", suspected)
+        if evicted.struck:
+            self._out.records(struck_records(evicted.struck))
         self.fleet.lose(instance, cause, self._now, orderly)
         self.balancing.gone(instance.id)
         if evicted.moved:
@@ -396,10 +413,12 @@ class Manager:
 
     def _start(self, rows: dict[str, list[TrackedSample]]) -> None:
         for instance, samples in rows.items():
+            peer = self.fleet.peer_of(instance)
+            holder = self.fleet.get(peer)
             if self._out.journaling:
-                self._out.records(placed_records(samples))
+                self._out.records(placed_records(samples, holder.name if holder is not None else ""))
             for frame in start_frames(samples, self._agent_frame_bytes // 2):
-                self._send(self.fleet.peer_of(instance), frame)
+                self._send(peer, frame)
 
     def _move(self) -> None:
         """Takes samples from where they are and gives them to instances where they end sooner, if the policy says so.

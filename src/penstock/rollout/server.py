@@ -136,7 +136,9 @@ class _Peer:
         try:
             with contextlib.suppress(ConnectionError, TimeoutError):
                 async with asyncio.timeout(self._config.close_s):
-                    await self._socket.close(code=WSCloseCode.GOING_AWAY, message=reason)
+                    # One that was not answered yet has no socket to close.
+                    if self._socket.prepared:
+                        await self._socket.close(code=WSCloseCode.GOING_AWAY, message=reason)
         finally:
             self._abort()
 
@@ -224,8 +226,12 @@ class ManagerServer:
             raise PenstockError("the manager's server was not started")
         await asyncio.shield(self._ticker)
 
-    async def close(self, cause: str = "the manager is shutting down") -> None:
-        """Asks every agent to leave, ends all connections and stops listening."""
+    async def close(self, cause: str = "the manager is shutting down", *, comes_back: bool = False) -> None:
+        """Ends all connections and stops listening.
+
+        Agents are asked to leave and batches fail, unless the manager `comes_back`: then the journal has every sample,
+        and peers only see their connection end, with the cause. They dial again by themselves.
+        """
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.wait([self._ticker], timeout=self.config.close_s)
@@ -233,7 +239,10 @@ class ManagerServer:
         if self._journal is not None:
             self._journal.close()
             self._journal = None
-        self._carry_out(self.manager.shutdown(time.monotonic(), cause))
+        if comes_back:
+            self._carry_out(self.manager.on_journal(False, "", time.monotonic()))
+        else:
+            self._carry_out(self.manager.shutdown(time.monotonic(), cause))
         peers = list(self._peers.values())
         for peer in peers:
             peer.close(cause)

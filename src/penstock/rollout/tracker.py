@@ -77,6 +77,8 @@ class Applied:
     moved: int = 0
     """Samples that wait again, with their tokens as prefix."""
     moved_tokens: int = 0
+    struck: list[TrackedSample] = field(default_factory=list)
+    """Moved samples that got a strike."""
 
 
 @dataclass(slots=True)
@@ -86,6 +88,8 @@ class Evicted:
     moved: int = 0
     tokens_kept: int = 0
     """Output tokens of the moved samples, none of which is generated again."""
+    struck: list[TrackedSample] = field(default_factory=list)
+    """Moved samples that got a strike."""
     finished: list[TrackedSample] = field(default_factory=list)
     """Samples that turned out to be finished or were set aside as failed."""
 
@@ -303,7 +307,7 @@ class Tracker:
         # Last first, since each goes to the front of its batch's waiting samples.
         for position, sample in reversed(list(enumerate(placed.values()))):
             length = sample.length
-            if self._take_away(sample, cause, strike=position < suspects, finished=evicted.finished):
+            if self._take_away(sample, cause, strike=position < suspects, told=evicted):
                 evicted.moved += 1
                 evicted.tokens_kept += length
         evicted.finished.reverse()
@@ -355,7 +359,7 @@ class Tracker:
         self._requeue(sample, f"{sample.instance}: {cause}", applied, strike=True)
 
     def _requeue(self, sample: TrackedSample, cause: str, applied: Applied, strike: bool) -> None:
-        if self._take_away(sample, cause, strike, applied.finished):
+        if self._take_away(sample, cause, strike, applied):
             applied.moved += 1
             applied.moved_tokens += sample.length
 
@@ -377,20 +381,21 @@ class Tracker:
         else:
             self._finish(sample, Finish(finish), applied.finished)
 
-    def _take_away(self, sample: TrackedSample, cause: str, strike: bool, finished: list[TrackedSample]) -> bool:
+    def _take_away(self, sample: TrackedSample, cause: str, strike: bool, told: Applied | Evicted) -> bool:
         """Back to its batch; True where it waits again, False where it is finished or failed."""
         sample.batch.placed -= 1
         complete = sample.complete
         if complete is not None:
-            self._finish(sample, complete, finished)
+            self._finish(sample, complete, told.finished)
             return False
         if sample.length > sample.placed_length:
             sample.strikes = 0
         elif strike:
             sample.strikes += 1
+            told.struck.append(sample)
         if sample.strikes >= self._max_strikes:
             self._fail(
-                sample, f"taken back {sample.strikes} times without a new token; the last time: {cause}", finished
+                sample, f"taken back {sample.strikes} times without a new token; the last time: {cause}", told.finished
             )
             return False
         sample.lease = 0

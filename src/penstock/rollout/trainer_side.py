@@ -31,7 +31,8 @@ from penstock.observe.events import (
 )
 from penstock.rollout.batch import Batch, TrackedSample, content_digest, finished_frame
 from penstock.rollout.fleet import Fleet
-from penstock.rollout.journal import Ended, Published, Recovered, Removed, Submitted, Trainer
+from penstock.rollout.journal import Ended, Published, Removed, Submitted, Trainer
+from penstock.rollout.journal_replay import Recovered
 from penstock.rollout.outbox import TRAINER, Outbox
 from penstock.rollout.tracker import Tracker
 from penstock.rollout.versions import Versions
@@ -107,7 +108,7 @@ class TrainerSide:
             kept = f"; set aside as *.damaged: {', '.join(recovered.set_aside)}" if recovered.set_aside else ""
             left_out = f"{recovered.cut_bytes} bytes of the journal belong to no whole state and are left out"
             out.warn(left_out + kept, "journal")
-        if recovered.batches:
+        if recovered.batches or recovered.accepted:
             out.emit(
                 ManagerRecovered(
                     ts=out.ts,
@@ -116,6 +117,7 @@ class TrainerSide:
                     finished=recovered.finished,
                     tokens=recovered.tokens,
                     cut_bytes=recovered.cut_bytes,
+                    accepted=dict(recovered.accepted),
                 )
             )
 
