@@ -48,6 +48,8 @@ class Disturbed:
     """Of the moved samples: what they had when their engine died."""
     tokens_drawn_twice: int
     """Drawn by the dead engine and never received."""
+    noticed_s: float
+    """From SIGKILL to the manager's word that the instance is gone, by the wall clock."""
 
 
 @dataclass
@@ -127,6 +129,7 @@ async def disturb(
     began = time.monotonic()
     collected = await house.submit(batch, asked, samples_per_prompt, sampling)
     await house.until(lambda: (engine.tokens_generated() or 0) > drawn_before + after_tokens, f"{victim} at work")
+    killed_at = time.time()
     house.processes.kill_engine(victim, "the benchmark")
     killed = await house.finish(batch, collected)
     killed_s = time.monotonic() - began
@@ -140,6 +143,7 @@ async def disturb(
         samples_moved=sum(event.samples for event in moved),
         tokens_kept=sum(event.tokens_kept for event in moved),
         tokens_drawn_twice=(engine.tokens_generated() or 0) - sum(event.tokens_accepted for event in gone),
+        noticed_s=gone[-1].ts - killed_at,
     )
 
 
@@ -167,6 +171,12 @@ def run(quick: bool) -> list[Result]:
             twice / max(1, twice + kept),
             0.25,
             "ratio",
+        ),
+        Result(
+            "SIGKILL noticed by the closed socket after",
+            max(run.noticed_s for run in everything),
+            "s",
+            note="the end of the process included; the bound for silence is three heartbeats, 3 s here",
         ),
         Result(
             "batch with a kill / undisturbed",
