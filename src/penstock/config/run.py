@@ -177,7 +177,7 @@ class ManagerConfig(_Section):
     finds what was generated. Says when the disk is waited for: `never` (power loss may cost half a minute of tokens;
     the death of a process costs nothing), once a second (`interval`), or before anybody is answered (`always`)."""
     journal_max_mib: int = Field(default=16384, ge=1)
-    """A journal that grows larger is suspended, with a warning; about twice the unfinished samples' size is needed."""
+    """One that grows larger is suspended, with a warning; it needs about three times the unfinished samples' size."""
     trainer_grace_s: float = Field(default=300, ge=0)
     """A trainer that is gone finds its batches if it is back, or resumed, within so long; 0: they are void at once."""
     reconnect_s: float = Field(default=60, ge=0)
