@@ -22,9 +22,9 @@ os.environ["RAY_TMPDIR"] = _SCRATCH.name
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import cluster_workers  # noqa: E402
+import ray  # noqa: E402
 import torch  # noqa: E402
 
-import ray  # noqa: E402
 from penstock.cluster import (  # noqa: E402
     CallTimeout,
     Cluster,
