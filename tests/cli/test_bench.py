@@ -115,6 +115,11 @@ def test_an_unknown_benchmark_is_refused_with_those_there_are() -> None:
         common.load("x")
 
 
+def test_a_benchmark_is_named_with_dashes_and_its_module_is_understood_too() -> None:
+    assert "reward-sockets" in discover()
+    assert common.load("reward-sockets") is common.load("reward_sockets")
+
+
 def test_a_figure_without_value_must_say_why() -> None:
     with pytest.raises(ValueError, match="no note that says why"):
         Result("a", None, "s")

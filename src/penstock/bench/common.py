@@ -84,16 +84,16 @@ def discover() -> dict[str, str]:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         description = _description(path)
         if description is not None:
-            found[path.stem] = description
+            found[path.stem.replace("_", "-")] = description
     return found
 
 
 def load(name: str) -> Benchmark:
-    """Imports one benchmark; raises ConfigError with the names there are."""
+    """Imports one benchmark, named with dashes or as its module; raises ConfigError with the names there are."""
     known = discover()
-    if name not in known:
+    if name.replace("_", "-") not in known:
         raise ConfigError(f"there is no benchmark {name!r}; there are: {', '.join(known) or 'none'}")
-    return cast(Benchmark, importlib.import_module(f"penstock.bench.{name}"))
+    return cast(Benchmark, importlib.import_module(f"penstock.bench.{name.replace('-', '_')}"))
 
 
 def machine() -> dict[str, Any]:
