@@ -608,3 +608,23 @@ async def test_a_caller_cancelled_as_its_attempt_is_granted_gives_the_place_back
             second.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
         assert await ask(pool, deadline_s=20) == "echo: hello"
+
+
+def test_a_pool_works_on_uvloop_whose_handles_know_no_time() -> None:
+    """Engines and trainers that a pool is used from run on uvloop; where a time has come, its handle has no `when`."""
+    import uvloop
+
+    async def judge(body: dict) -> int:
+        await asyncio.sleep(0.02)
+        return int(body["n"])
+
+    async def ask() -> list[int]:
+        async def one(n: int) -> int:
+            await asyncio.sleep(n * 0.005)
+            return (await pool.request("/run", {"model": "m", "n": n})).value
+
+        endpoint = Endpoint("local:judge", models=("m",), concurrency=1000)
+        async with ComputePool([endpoint], transports={"local:judge": FunctionTransport(judge)}) as pool:
+            return list(await asyncio.gather(*map(one, range(200))))
+
+    assert uvloop.run(ask()) == list(range(200))

@@ -71,7 +71,9 @@ class Runner:
         self._on_event = on_event
         self._classify = classify
         self._watchers = tuple(watchers)
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0
+        """When it goes off; not every loop's handles can say (uvloop's are no TimerHandle where the time has come)."""
 
     def abandon(self) -> None:
         """The loop was closed under us: what was in flight there is over and nobody waits for it."""
@@ -174,11 +176,11 @@ class Runner:
             self._resolve(job, job.error)
         wake_at = scheduler.wake_at(now)
         timer = self._timer
-        if timer is not None and (timer.cancelled() or timer.when() > wake_at or timer.when() <= now):
+        if timer is not None and (timer.cancelled() or self._timer_at > wake_at or self._timer_at <= now):
             timer.cancel()
             timer = self._timer = None
         if timer is None and wake_at < math.inf:
-            self._timer = loop.call_at(wake_at, self._wake)
+            self._timer, self._timer_at = loop.call_at(wake_at, self._wake), wake_at
         if self.idle is not None and not scheduler.running:
             self.idle.set()
 
