@@ -23,6 +23,7 @@ from penstock.cli.engine_server import (
     check_server_arguments,
     take_engine_options,
 )
+from penstock.cli.numbers import count, port, positive
 from penstock.cli.restarts import Restarts
 from penstock.errors import AuthError, ConfigError, EngineError, MissingExtra, StorageError
 
@@ -55,13 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_server_arguments(parser)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, or auto (%(default)s)")
-    parser.add_argument("--max-running", type=_count, default=64, metavar="N", help="sequences at once (%(default)s)")
+    parser.add_argument("--max-running", type=count, default=64, metavar="N", help="sequences at once (%(default)s)")
     parser.add_argument(
-        "--max-context", type=_count, default=0, metavar="N", help="longest sequence in tokens (what the run wants)"
+        "--max-context", type=count, default=0, metavar="N", help="longest sequence in tokens (what the run wants)"
     )
-    parser.add_argument("--kv-cache-mib", type=_count, default=1024, metavar="N", help="KV cache bound (%(default)s)")
+    parser.add_argument("--kv-cache-mib", type=count, default=1024, metavar="N", help="KV cache bound (%(default)s)")
     parser.add_argument(
-        "--threads", type=_count, default=os.cpu_count() or 1, metavar="N", help="CPU threads (%(default)s)"
+        "--threads", type=count, default=os.cpu_count() or 1, metavar="N", help="CPU threads (%(default)s)"
     )
     parser.add_argument("--name", default="", help="how the run's screens call it (host and process id)")
     parser.add_argument(
@@ -73,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tls-cert", default="", metavar="F", help="this machine's own certificate (PEM)")
     parser.add_argument("--tls-key", default="", metavar="F", help="its private key")
-    parser.add_argument("--connections", type=_count, default=2, metavar="N", help="of one weight pull (%(default)s)")
+    parser.add_argument("--connections", type=count, default=2, metavar="N", help="of one weight pull (%(default)s)")
     parser.add_argument(
         "--weights-codec",
         choices=("auto", "raw", "lossless", "delta"),
@@ -84,19 +85,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-weights-base", action="store_true", help="keep no version in memory to apply differences to"
     )
     parser.add_argument(
-        "--relay-port", type=_port, metavar="N", help="pass weights on to other instances from here; 0 takes a free one"
+        "--relay-port", type=port, metavar="N", help="pass weights on to other instances from here; 0 takes a free one"
     )
     parser.add_argument("--weights-folder", metavar="D", help="keep what came of a version here, and go on from it")
     parser.add_argument(
-        "--load-deadline-s", type=_positive, default=120.0, metavar="S", help="for one weight pull (%(default)s)"
+        "--load-deadline-s", type=positive, default=120.0, metavar="S", help="for one weight pull (%(default)s)"
     )
     parser.add_argument(
-        "--reconnect-s", type=_positive, default=60.0, metavar="S", help="a lost manager is dialled for (%(default)s)"
+        "--reconnect-s", type=positive, default=60.0, metavar="S", help="a lost manager is dialled for (%(default)s)"
     )
     parser.add_argument(
-        "--stall-s", type=_positive, default=60.0, metavar="S", help="leave if the engine is stuck for (%(default)s)"
+        "--stall-s", type=positive, default=60.0, metavar="S", help="leave if the engine is stuck for (%(default)s)"
     )
-    parser.add_argument("--tokens-per-s", type=_positive, default=1000.0, metavar="X", help="paced: rate (%(default)s)")
+    parser.add_argument("--tokens-per-s", type=positive, default=1000.0, metavar="X", help="paced: rate (%(default)s)")
     parser.add_argument(
         "--mean-tokens", type=float, default=0.0, metavar="X", help="paced: mean output length; 0 runs to the limit"
     )
@@ -108,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--preemption-url", metavar="URL", help="the metadata service, where it is not the usual one")
     parser.add_argument(
-        "--preemption-poll-s", type=_positive, default=2.0, metavar="S", help="between two questions (%(default)s)"
+        "--preemption-poll-s", type=positive, default=2.0, metavar="S", help="between two questions (%(default)s)"
     )
     parser.add_argument(
         "--preemption-rebalance", action="store_true", help="aws: leave on a recommendation to rebalance, too"
@@ -329,24 +330,3 @@ def end_within(seconds: float, code: int) -> None:
     timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
     timer.start()
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is impossible; give at least 1")
-    return number
-
-
-def _port(text: str) -> int:
-    number = int(text)
-    if not 0 <= number < 65536:
-        raise argparse.ArgumentTypeError(f"{number} is no port; give 0 to 65535")
-    return number
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is impossible; give a number above 0")
-    return number
