@@ -22,8 +22,11 @@ $(STAMP):
 demo: install
 	$(VENV)/bin/penstock train configs/quickstart.toml
 
+# Tests wait for processes and sockets about as long as they compute, so three at a time keep two cores busy.
+TEST_PROCESSES ?= 3
+
 test: install
-	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest -n $(TEST_PROCESSES) --dist worksteal
 
 # Two hundred seeded faults of every kind over one run; `make test` has fifty.
 test-chaos: install
