@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.rollout.curves import Speed
-from penstock.rollout.offload import Facts, FleetSize, FleetSizeConfig, Offload, StepTimes, WindowView
+from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
+from penstock.rollout.offload import Facts, Offload, StepTimes, WindowView
 from penstock.rollout.plan import Engine, Training, best_plan, replay
 
 SPEED = Speed(0.01, 1e-4, 1e-6, 1e-5)
@@ -118,6 +119,18 @@ def test_floor_ceiling_and_budget_bound_the_number() -> None:
     assert settled(FleetSize(config(floor=6), 4), remote_busy_s=1.0) == 6
     assert settled(FleetSize(config(ceiling=3), 4), remote_busy_s=3000.0) == 3
     assert settled(FleetSize(config(budget_per_h=12.0), 4), remote_busy_s=3000.0) == 2
+
+
+def test_where_nothing_costs_anything_the_fastest_number_is_wanted() -> None:
+    free = FleetSize(config(reserved_price=0.0, instance_price=0.0, ceiling=12), 4)
+    assert settled(free, remote_busy_s=3000.0) == 12
+
+
+def test_a_price_that_rises_lowers_the_number() -> None:
+    size = FleetSize(config(), 4)
+    before = settled(size, remote_busy_s=900.0)
+    size.learn(instance_price=60.0)
+    assert settled(size, remote_busy_s=900.0) < before
 
 
 def test_time_that_is_worth_something_buys_machines() -> None:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from penstock.errors import ConfigError
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report, ShortestQueue
 from penstock.rollout.balanced import Balanced
-from penstock.rollout.offload import FleetSize, FleetSizeConfig, Offload, StepTimes, Window, WindowView
+from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
+from penstock.rollout.offload import Offload, StepTimes, Window, WindowView
 from penstock.simulate.profiles import Profile
 from penstock.simulate.strategy import FixedSize, SizePolicy, Strategy
 

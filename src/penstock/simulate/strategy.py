@@ -21,7 +21,7 @@ class WindowPolicy(Protocol):
 
 
 class SizePolicy(Protocol):
-    """See `rollout.offload.FleetSize`."""
+    """See `rollout.fleet_size.FleetSize`."""
 
     wanted: int
 
