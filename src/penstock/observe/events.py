@@ -1,6 +1,6 @@
 """Typed events: what happened in a run, in the order it was noticed.
 
-`events.jsonl`, the live view, the metrics and (later) the simulator's fitting read the same structs. `ts` is
+`events.jsonl`, the live view, the metrics and the simulator's fitting read the same structs. `ts` is
 seconds since the epoch at the place that noticed.
 """
 
@@ -149,6 +149,47 @@ class ManagerRecovered(_Event, tag="manager_recovered"):
     """Output tokens that managers before this one took, by the name of the instance that drew them."""
 
 
+class Work(msgspec.Struct, kw_only=True, frozen=True):
+    """What an instance did while its batch was about one size: sums, so that times stay linear in them."""
+
+    wall_s: float
+    steps: float
+    """Decode steps."""
+    tokens: int
+    """Drawn."""
+    context_steps: float
+    """Over its decode steps, the sum of all running sequences' context."""
+    prefilled: int
+    most_context: int
+    """Largest sum of context seen."""
+    full: bool = False
+    """Samples waited though places were free: its memory was full."""
+
+
+class InstanceWorked(_Event, tag="instance_worked"):
+    """An instance's work since its last such event: at most one row for each power of two of its batch size."""
+
+    instance: str
+    name: str
+    reserved: bool
+    max_running: int
+    work: list[Work]
+
+
+class AnswersEnded(_Event, tag="answers_ended"):
+    """Lengths of a batch's answers, in output tokens."""
+
+    batch: str
+    prompts: int
+    samples: int
+    prompt_tokens: float
+    """Mean."""
+    quantiles: list[float]
+    """At 0, 1/20, ... 1."""
+    prompt_share: float
+    """Of the variance of the lengths' logarithm, what is the prompts'."""
+
+
 class WaitingForInstances(_Event, tag="waiting_for_instances"):
     waiting_for: str
     samples: int
@@ -233,6 +274,8 @@ Event = (
     | BatchSubmitted
     | BatchEnded
     | BatchTakenUp
+    | InstanceWorked
+    | AnswersEnded
     | ManagerChanged
     | ManagerRecovered
     | WaitingForInstances

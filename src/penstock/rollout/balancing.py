@@ -14,6 +14,7 @@ from penstock.rollout.balance import BalancePolicy, InstanceLoad, Move, PlacedSa
 from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.fleet import Instance
 from penstock.rollout.tracker import Tracker
+from penstock.rollout.worklog import WorkLog
 from penstock.wire import Heartbeat
 
 __all__ = ["MOVES_S", "Balancing"]
@@ -33,9 +34,10 @@ class _Beat:
 class Balancing:
     """One policy and what it needs to be told."""
 
-    def __init__(self, policy: BalancePolicy, tracker: Tracker) -> None:
+    def __init__(self, policy: BalancePolicy, tracker: Tracker, log: WorkLog) -> None:
         self.policy = policy
         self._tracker = tracker
+        self._log = log
         self._beats: dict[str, _Beat] = {}
         self._moves_by_choice: dict[TrackedSample, int] = {}
         self._moves_in = ""
@@ -54,31 +56,34 @@ class Balancing:
         tokens = frame.tokens_generated - before.frame.tokens_generated
         if now <= before.at or tokens <= 0:
             return
-        self.policy.report(
-            Report(
-                instance=instance.id,
-                wall_s=now - before.at,
-                running=(frame.running + before.frame.running) / 2,
-                context_tokens=(frame.kv_tokens + before.frame.kv_tokens) / 2,
-                tokens=tokens,
-                prefilled=max(0, frame.tokens_prefilled - before.frame.tokens_prefilled),
-                pending=self.pending(instance),
-            )
+        report = Report(
+            instance=instance.id,
+            wall_s=now - before.at,
+            running=(frame.running + before.frame.running) / 2,
+            context_tokens=(frame.kv_tokens + before.frame.kv_tokens) / 2,
+            tokens=tokens,
+            prefilled=max(0, frame.tokens_prefilled - before.frame.tokens_prefilled),
+            pending=self.pending(instance),
         )
+        self.policy.report(report)
+        self._log.worked(report, instance.name, instance.reserved, instance.max_running)
 
     def finished(self, samples: Iterable[TrackedSample]) -> None:
         """Samples that ended, before their batch is closed."""
-        ended: set[str] = set()
+        ended: dict[str, Batch] = {}
         for sample in samples:
             self._moves_by_choice.pop(sample, None)
             if not sample.cause:
                 self.policy.finished(sample.prompt, sample.length)
+                self._log.finished(sample)
             if sample.batch.ended:
-                ended.add(sample.batch.name)
-        for _ in ended:
+                ended[sample.batch.name] = sample.batch
+        for batch in ended.values():
             self.policy.batch_ended()
+            self._log.batch_ended(batch)
 
     def gone(self, instance: str) -> None:
+        self._log.gone(instance)
         self._beats.pop(instance, None)
         self.policy.gone(instance)
 

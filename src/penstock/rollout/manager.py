@@ -30,6 +30,7 @@ from penstock.rollout.tracker import Tracker
 from penstock.rollout.trainer_side import TrainerSide
 from penstock.rollout.versions import Versions
 from penstock.rollout.waiting import Waiting
+from penstock.rollout.worklog import WorkLog
 from penstock.wire import (
     MAX_FRAME_BYTES,
     AgentHello,
@@ -100,7 +101,7 @@ class Manager:
         self.counts = self._out.counts
         self.tracker = Tracker(config.max_strikes)
         self.tracker.begin_epoch(epoch)
-        self.balancing = Balancing(self.policy, self.tracker)
+        self.balancing = Balancing(self.policy, self.tracker, WorkLog(self._emit, lambda: self._ts))
         self.epoch = epoch
         self.fleet = Fleet(config.fleet, self._emit, wall_offset_s)
         self.wall_offset_s = wall_offset_s

@@ -6,7 +6,7 @@ The roofline of one decode step with B sequences that hold K tokens of context b
 
 `step_base_s` is reading the weights once and launching the kernels, `sequence_s` the arithmetic of one token,
 `context_s` reading one token's keys and values. Decides nothing; `fit` finds the numbers of a real run, and
-`configs/simulate/*.toml` derives those of three published models, each in a comment.
+`shipped/*.toml` derives those of three published models, each in a comment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Lengths", "MachineProfile", "Prices", "Profile", "Training", "load_p
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-FOLDER = Path(__file__).parents[3] / "configs" / "simulate"
+FOLDER = Path(__file__).parent / "shipped"
 
 
 class _Strict(BaseModel):
@@ -115,7 +115,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def shipped_names() -> list[str]:
-    """Profiles that come with the source."""
+    """Profiles that come with the package."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
