@@ -43,6 +43,8 @@ class StandIn:
         self.serves = "0"
         self.folders: list[str] = []
         self.requests: list[dict[str, Any]] = []
+        self.cache_usage = 0.0
+        """As a long prefill fills it."""
         self.running = 0
         self.most_running = 0
         self.disconnects = 0
@@ -61,6 +63,7 @@ class StandIn:
                 web.get("/version", self._version),
                 web.get("/server_info", self._info),
                 web.get("/weight_info", self._weight_info),
+                web.get("/metrics", self._metrics),
                 web.post("/inference/v1/generate", self._generate),
                 web.post("/inference/v1/abort_requests", self._abort),
                 web.post("/pause", self._well),
@@ -100,6 +103,10 @@ class StandIn:
             "device_config": {"device": self.device},
         }
         return web.json_response({"vllm_config": config})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        self.calls[request.path] += 1
+        return web.Response(text=f'vllm:kv_cache_usage_perc{{engine="0"}} {self.cache_usage}\n')
 
     async def _well(self, request: web.Request) -> web.Response:
         self.calls[request.path] += 1

@@ -14,7 +14,7 @@ from builtin_models import Collected, start
 from stand_in_server import VOCAB, StandIn, token
 
 from penstock.errors import ConfigError, EngineError
-from penstock.instance import outgoing, weight_folder
+from penstock.instance import outgoing, served, weight_folder
 from penstock.instance.dialects import DIALECTS, dialect_of
 from penstock.instance.engine import Engine
 from penstock.instance.liveness import StallWatch
@@ -366,6 +366,22 @@ async def test_a_server_that_hangs_counts_as_stuck(engine: ServedEngine, server:
     await until(lambda: server.running == 1)
     assert watch.stalled_for(engine.load(), 1.0) == 0
     assert watch.stalled_for(engine.load(), 62.0) > 60
+
+
+async def test_a_prefill_that_takes_its_time_does_not(
+    engine: ServedEngine, server: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "WORK_POLL_S", 0.01)
+    server.behave = lambda body: "hang"
+    watch = StallWatch(60.0, 0.0)
+    engine.start([start(1, PROMPT, Sampling(max_new_tokens=8))])
+    for chunk in range(1, 4):
+        server.cache_usage = chunk / 10
+        await until(lambda seen=chunk: engine.load().work_done == seen)
+        assert watch.stalled_for(engine.load(), 50.0 * chunk) == 0
+    asked = server.calls["/metrics"]
+    await until(lambda: server.calls["/metrics"] > asked + 3)
+    assert watch.stalled_for(engine.load(), 150.0 + 61.0) > 60, "it filled no more of its cache"
 
 
 async def test_a_flush_gives_the_last_tokens_and_draws_no_more(engine: ServedEngine, server: StandIn) -> None:

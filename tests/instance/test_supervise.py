@@ -116,6 +116,20 @@ async def test_a_server_that_dies_is_noticed_with_its_last_words(tmp_path: Path,
     assert "ended: killed by signal 9" in cause
 
 
+async def test_a_servers_log_is_bounded_and_its_last_words_are_kept(
+    tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    words = "yes and so on | head -c 800000; echo the last; exit 1"
+    command = f'sh -c "{words}" {{model}} {{port}}'
+    log_path = tmp_path / "server.log"
+    server = ManagedServer(VllmDialect(), log_path, template=command, start_s=WITHIN_S, log_bytes=100_000)
+    with pytest.raises(EngineError, match=r"and so on\nthe last\nsh ended: exit code 1"):
+        await server.start(http, tmp_path, {})
+    sizes = [entry.stat().st_size for entry in os.scandir(tmp_path)]
+    assert len(sizes) == 2
+    assert max(sizes) < 100_000 + 65_536  # What is read at once is written at once.
+
+
 async def test_a_server_does_not_outlive_an_agent_that_is_killed(tmp_path: Path) -> None:
     log_path = tmp_path / "server.log"
     script = f"""

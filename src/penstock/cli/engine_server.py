@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cli.numbers import count
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +33,13 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine-command", default="", metavar="C", help="command line that starts it, with {model}, {host} and {port}"
     )
     group.add_argument("--engine-log", default="", metavar="F", help="file for what it prints (a temporary one)")
+    group.add_argument(
+        "--engine-log-mib",
+        type=count,
+        default=64,
+        metavar="N",
+        help="a log of this size becomes FILE.1, in the place of the one before (%(default)s)",
+    )
     group.add_argument(
         "--engine-start-s", type=float, default=START_S, metavar="S", help="for it to answer (%(default)s)"
     )
@@ -99,6 +107,7 @@ def build_served(args: argparse.Namespace, progress: memoryview | None) -> Engin
             options=args.engine_options,
             start_s=args.engine_start_s,
             environment=_environment(args),
+            log_bytes=args.engine_log_mib * 2**20,
         )
     parents = [Path(args.engine_folder)] if args.engine_folder else []
     return ServedEngine(

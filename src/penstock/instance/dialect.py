@@ -89,6 +89,13 @@ class Dialect(Protocol):
 
     async def facts(self, http: aiohttp.ClientSession, base_url: str) -> ServerFacts: ...
 
+    async def figures(self, http: aiohttp.ClientSession, base_url: str) -> tuple[float, ...]:
+        """What the server counts and measures of its work, where some of it changes with every chunk of a prefill.
+
+        Empty where it does not say. Answered in time even while the server is busy, or not at all.
+        """
+        ...
+
     def generate(
         self, http: aiohttp.ClientSession, base_url: str, request_id: str, sequence: SequenceStart
     ) -> AsyncIterator[Chunk]:

@@ -6,9 +6,11 @@ server's routes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 import struct
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -37,6 +39,18 @@ async def call(
     Raises EngineError with what the server said, or that it said nothing within `deadline_s`; connection errors go
     through.
     """
+    data = await _answer(http, method, url, body, deadline_s)
+    return parsed(data, url) if data.strip() else None
+
+
+async def call_text(http: aiohttp.ClientSession, url: str, *, deadline_s: float = CALL_S) -> str:
+    """What a server answers to GET, as text. Raises like `call`."""
+    return (await _answer(http, "GET", url, None, deadline_s)).decode(errors="replace")
+
+
+async def _answer(
+    http: aiohttp.ClientSession, method: str, url: str, body: Mapping[str, Any] | None, deadline_s: float
+) -> bytes:
     timeout = aiohttp.ClientTimeout(total=deadline_s)
     try:
         async with http.request(method, url, json=body, timeout=timeout) as answer:
@@ -45,7 +59,20 @@ async def call(
         raise EngineError(f"{method} {url} was not answered within {deadline_s:g} s") from None
     if answer.status >= 300:
         raise EngineError(f"{method} {url} was refused (HTTP {answer.status}): {excerpt(data)}")
-    return parsed(data, url) if data.strip() else None
+    return data
+
+
+def metrics_in(text: str, names: Sequence[str]) -> tuple[float, ...]:
+    """The named samples of a Prometheus page, those with several label sets added up; a name that is not there is 0.
+
+    Empty where none is there.
+    """
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{[^\n]*\})? (\S+)", text, re.MULTILINE):
+        if name in names:
+            with contextlib.suppress(ValueError):
+                found[name] = found.get(name, 0.0) + float(value)
+    return tuple(found.get(name, 0.0) for name in names) if found else ()
 
 
 def parsed(data: bytes, url: str) -> Any:

@@ -1,6 +1,11 @@
-"""When an agent comes back to its manager, and when its engine counts as stuck; pure, `now` is passed in."""
+"""When an agent comes back to its manager, what a server gets done, and when an engine counts as stuck; pure.
+
+`now` is passed in.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from penstock.instance.engine import EngineLoad
 
@@ -34,6 +39,24 @@ class Reconnect:
         pause_s = min(self._pause_s * jitter, left)
         self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
         return pause_s
+
+
+class ServerWork:
+    """Counts what a server gets done between two tokens, by what it says of itself.
+
+    Figures that differ from those before are one unit: a chunk of a long prefill fills some of the KV cache, and no
+    token tells of it. A server that hangs goes on saying the same, or nothing.
+    """
+
+    def __init__(self) -> None:
+        self.done = 0
+        self._figures: tuple[float, ...] = ()
+
+    def said(self, figures: Sequence[float]) -> None:
+        """`figures` as the server gave them, in one order; empty where it gave none."""
+        if figures and tuple(figures) != self._figures:
+            self._figures = tuple(figures)
+            self.done += 1
 
 
 class StallWatch:

@@ -12,7 +12,7 @@ import ssl
 from pathlib import Path
 
 from penstock.errors import EngineError
-from penstock.weights.choose import CODEC_CHOICES, Rates
+from penstock.weights.choose import CODEC_CHOICES, QUANTIZED, Rates
 from penstock.weights.manifest import Manifest, StagedWeights
 from penstock.weights.memory import usable_cores
 from penstock.weights.puller import DEFAULT_MAX_BYTES, NoMemory, pull
@@ -50,7 +50,7 @@ class WeightLoader:
         self._connections = connections
         self._max_bytes = max_bytes
         self._codec = codec
-        self._keeps = keep_base and codec in ("auto", "delta")
+        self._keeps = keep_base and codec in ("auto", "delta", *QUANTIZED)
         self._relay_port = relay_port
         self._partial_folder = partial_folder
         self._tls = tls

@@ -23,6 +23,7 @@ import aiohttp
 from penstock.errors import EngineError
 from penstock.instance.dialect import Chunk, Dialect, ServerFacts
 from penstock.instance.engine import DEFAULT_CONTEXT_TOKENS, EngineInfo, EngineLoad, SequenceStart, TokenDelta
+from penstock.instance.liveness import ServerWork
 from penstock.instance.outgoing import Outgoing, TokenCount
 from penstock.instance.sequences import ABORTS_ALLOWED, Held, check_chunk, refusal
 from penstock.instance.supervise import Server
@@ -37,6 +38,8 @@ ABORT_AGAIN_S = 0.5
 CONNECT_S = 10.0
 LAST_WORDS_S = 2.0
 """For a server's process to end after its connections broke; then its log says why."""
+WORK_POLL_S = 2.0
+"""A server that gave no token for so long is asked what it gets done."""
 CONTROL_CONNECTIONS = 8
 KEEP_ALIVE_S = 2.0
 """Less than servers keep a connection open that nothing is asked on: one that closes just then breaks a request."""
@@ -80,6 +83,8 @@ class ServedEngine:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         )
         self._watch: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
+        self._work = ServerWork()
         self._nonce = secrets.token_hex(4)
         self._waiting: deque[Held] = deque()
         self._running: dict[int, Held] = {}
@@ -178,6 +183,7 @@ class ServedEngine:
             tokens_generated=self._count.tokens,
             tokens_prefilled=self._tokens_prefilled,
             tokens_per_s=self._count.per_s(),
+            work_done=self._work.done,
         )
 
     async def flush(self) -> None:
@@ -187,7 +193,7 @@ class ServedEngine:
 
     async def close(self) -> None:
         self._closed = self._paused = True
-        tasks = [*self._tasks.values(), *([self._watch] if self._watch else [])]
+        tasks = [*self._tasks.values(), *filter(None, (self._watch, self._polling))]
         for task in tasks:
             task.cancel()
         try:
@@ -216,6 +222,7 @@ class ServedEngine:
                 self._die(cause)
             raise EngineError(cause) from error
         self._watch = asyncio.create_task(self._watch_server(), name="engine-server")
+        self._polling = asyncio.create_task(self._poll_work(), name="engine-work")
         self._facts = facts
         self._vocab_size = facts.vocab_size or int(config["vocab_size"])
         self._max_running = min(self._max_running, facts.max_running or self._max_running)
@@ -388,6 +395,16 @@ class ServedEngine:
 
     async def _watch_server(self) -> None:
         self._die(await self._server.died())
+
+    async def _poll_work(self) -> None:
+        """Asks a server that has work and gives no token what it gets done meanwhile; no answer is no work."""
+        counted = -1
+        while True:
+            await asyncio.sleep(WORK_POLL_S)
+            if self._running and counted == self._count.tokens:
+                with contextlib.suppress(EngineError, *NETWORK_ERRORS):
+                    self._work.said(await self._dialect.figures(self._http, self._server.base_url))
+            counted = self._count.tokens
 
     def _die(self, cause: str) -> None:
         """Deltas that were made are still given out; then their reader gets the cause."""

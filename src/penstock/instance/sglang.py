@@ -39,6 +39,9 @@ CPU_KV_TOKENS = 65_536
 """KV cache of a server on CPU without limits: it would take seven tenths of the machine's memory."""
 PROBE_TEMPERATURE = 0.01
 PROBE_TOLERANCE = 1e-3
+FIGURES_S = 10.0
+FIGURES = ("total_prefill_uncached_tokens", "num_used_tokens", "num_running_reqs", "num_waiting_reqs")
+"""Of /v1/loads, which is written anew with every chunk of a prefill."""
 FINISHES: Mapping[str, Finish] = {"stop": Finish.STOP, "length": Finish.LENGTH}
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/davinci_manager", "/dev/dri/renderD128")
 
@@ -172,6 +175,14 @@ class SglangDialect:
             return float(said["meta_info"]["output_top_logprobs"][0][0][0])
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineError(f"{base_url}/generate gave no log-probability of one token: {str(said)[:300]}") from error
+
+    async def figures(self, http: aiohttp.ClientSession, base_url: str) -> tuple[float, ...]:
+        # Not /metrics, which a server has only where it is told so.
+        said = await call(http, "GET", f"{base_url}/v1/loads?include=core", deadline_s=FIGURES_S)
+        try:
+            return tuple(float(load.get(name, 0)) for load in said["loads"] for name in FIGURES)
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"{base_url}/v1/loads does not tell the server's load: {str(said)[:300]}") from error
 
     async def generate(
         self, http: aiohttp.ClientSession, base_url: str, request_id: str, sequence: SequenceStart

@@ -32,6 +32,8 @@ POLL_S = 0.2
 STOP_S = 5.0
 LOG_LINES = 15
 TAIL_BYTES = 65_536
+LOG_BYTES = 64 * 2**20
+"""A server's log becomes LOG.1 at this size; a server that prints a line for each request fills disks otherwise."""
 PLACEHOLDERS = ("{model}", "{host}", "{port}")
 
 
@@ -82,7 +84,8 @@ class ManagedServer:
     """A server that this agent starts on its first weights and ends with itself.
 
     `template` is a command line with {model}, {host} and {port}; without one the dialect makes it. `options` are the
-    engine's own, put behind either; limits are for the dialect's command line alone. The log goes to `log_path`.
+    engine's own, put behind either; limits are for the dialect's command line alone. The log goes to `log_path`, which
+    with the one before it (`log_path` and ".1") takes twice `log_bytes` at most.
     """
 
     managed = True
@@ -96,6 +99,7 @@ class ManagedServer:
         options: Mapping[str, str] | None = None,
         start_s: float = START_S,
         environment: Mapping[str, str] | None = None,
+        log_bytes: int = LOG_BYTES,
     ) -> None:
         self._dialect = dialect
         self._log_path = log_path
@@ -103,6 +107,7 @@ class ManagedServer:
         self._options = dict(options or {})
         self._start_s = start_s
         self._environment = dict(environment or {})
+        self._log_bytes = log_bytes
         self._process: asyncio.subprocess.Process | None = None
         self._url = ""
 
@@ -122,9 +127,11 @@ class ManagedServer:
                 sys.executable,
                 "-I",
                 keeper.__file__,
+                str(self._log_path.absolute()),
+                str(self._log_bytes),
                 *words,
                 stdin=subprocess.PIPE,
-                stdout=log,
+                stdout=log,  # The keeper's own words, should it fail itself.
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self._dialect.environment(), **self._environment},
                 start_new_session=True,
@@ -171,13 +178,17 @@ class ManagedServer:
 
     def _last_words(self) -> str:
         """The end of the log, and where all of it is."""
-        try:
-            with self._log_path.open("rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
-                lines = log.read().decode(errors="replace").splitlines()[-LOG_LINES:]
-        except OSError as error:
-            return f"its log {self._log_path} can't be read: {error.strerror}"
-        return f"log {self._log_path} ends: " + "\n".join(lines)
+        end = b""
+        for path in (self._log_path.with_name(f"{self._log_path.name}.1"), self._log_path):
+            try:
+                with path.open("rb") as log:
+                    log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+                    end += log.read()
+            except FileNotFoundError:
+                continue  # Never full, or just begun anew.
+            except OSError as error:
+                return f"its log {path} can't be read: {error.strerror}"
+        return f"log {self._log_path} ends: " + "\n".join(end.decode(errors="replace").splitlines()[-LOG_LINES:])
 
 
 def checked_url(url: str) -> str:

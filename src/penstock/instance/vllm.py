@@ -17,17 +17,20 @@ import msgspec
 from penstock.errors import EngineError
 from penstock.instance.dialect import Chunk, ServerFacts
 from penstock.instance.engine import SequenceStart
-from penstock.instance.http_calls import call, events, excerpt, request_seed
+from penstock.instance.http_calls import call, call_text, events, excerpt, metrics_in, request_seed
 from penstock.instance.model_folder import config_of, dtype_in
 from penstock.sample import Finish
 
 LOAD_S = 600.0
 """For the weights of one version to be read."""
 UP_S = 5.0
+FIGURES_S = 10.0
 NO_LOGPROB = -9999.0
 """What vLLM sends for a log-probability that is NaN, minus infinity or missing."""
 ID_PREFIX = "generate-tokens-"
 """What the server puts before the ids that its requests came with."""
+FIGURES = ("vllm:kv_cache_usage_perc", "vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+"""Of /metrics. The share of the KV cache that is in use grows with every chunk of a prefill."""
 FINISHES: Mapping[str | None, Finish] = {None: Finish.RUNNING, "stop": Finish.STOP, "length": Finish.LENGTH}
 
 
@@ -133,6 +136,9 @@ class VllmDialect:
                 "start it with raw_logprobs"
             )
         return facts
+
+    async def figures(self, http: aiohttp.ClientSession, base_url: str) -> tuple[float, ...]:
+        return metrics_in(await call_text(http, f"{base_url}/metrics", deadline_s=FIGURES_S), FIGURES)
 
     async def generate(
         self, http: aiohttp.ClientSession, base_url: str, request_id: str, sequence: SequenceStart
