@@ -190,6 +190,27 @@ class AnswersEnded(_Event, tag="answers_ended"):
     """Of the variance of the lengths' logarithm, what is the prompts'."""
 
 
+class WindowChanged(_Event, tag="window_changed"):
+    """The time in which the trainer's own engines generate: opened, closed, or another length than before, and why."""
+
+    batch: str
+    what: str
+    """"opened", "closed", "planned" (another length, the fleet having changed) or "learned" (from the step's waits)."""
+    fleet: int
+    """Remote instances that work on the step."""
+    elapsed_s: float
+    """Since the step began."""
+    window_s: float
+    """Planned length for this fleet; below 0: to the end of the step, or not known yet."""
+    before_s: float = -1.0
+    """With "planned" and "learned": the length until now."""
+    trainer_wait_s: float = 0.0
+    """With "learned": the trainer was ready and had nothing to train on, its devices idle."""
+    remote_wait_s: float = 0.0
+    """With "learned": remote instances had nothing to do, mean over them."""
+    cause: str
+
+
 class WaitingForInstances(_Event, tag="waiting_for_instances"):
     waiting_for: str
     samples: int
@@ -278,6 +299,7 @@ Event = (
     | AnswersEnded
     | ManagerChanged
     | ManagerRecovered
+    | WindowChanged
     | WaitingForInstances
     | WaitingOver
     | WeightsPublished

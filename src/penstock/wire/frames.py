@@ -111,6 +111,10 @@ class Goodbye(_Frame, tag="goodbye"):
     """Its engine broke: what ran there may be why, and the tokens of the last steps may be missing."""
 
 
+class HandedOver(_Frame, tag="handed_over"):
+    """Answers HandOver: every token drawn was sent before, and nothing runs here any more."""
+
+
 # ---- manager -> agent
 
 
@@ -152,6 +156,14 @@ class StopFrame(_Frame, tag="stop"):
     leases: bytes  # Q[N]
     cause: str = ""
     """Where they were taken away for what the engine did with them, in words for the machine's own screen."""
+
+
+class HandOver(_Frame, tag="hand_over"):
+    """To a reserved instance: its device is wanted for training. It sends what it drew, ends every sequence (their
+    leases are void from here on), frees what memory only sequences need, and answers HandedOver. It stays connected;
+    the next StartFrame sets it to work again."""
+
+    cause: str
 
 
 class Drain(_Frame, tag="drain"):
@@ -217,7 +229,43 @@ class VersionPublished(_Frame, tag="version_published"):
     digest would draw. Empty: equal to no other."""
 
 
+class TrainerTurn(_Frame, tag="trainer_turn"):
+    """Where the trainer stands in its step, for a run whose reserved engines take turns with it on its own devices.
+
+    `state`: "begins" a step, and has nothing to train on; "wants" to train, and waits for TurnGranted; "waits" for
+    samples, and has given the devices back; "trained" on all of the step's samples; "ended" the step, its weights
+    published.
+    """
+
+    number: int
+    """Grows with each frame of a trainer; the grant names the one that it answers."""
+    batch: str
+    """The step's."""
+    version: int
+    """Weight version that generates the step."""
+    state: str
+    granted: bool = False
+    """Told again to a manager that is back: this was granted before, and the trainer may be training."""
+    window_s: float = -1.0
+    """The reserved engines generate for so long in each step; below 0: as long as is worked out to be best."""
+    micro_batch_samples: int = 1
+    tokens: int = 0
+    """With "ended": prompt and output tokens that were trained on."""
+    train_s: float = 0.0
+    """With "ended": the passes and optimizer steps took."""
+    rest_s: float = 0.0
+    """With "ended": from the last optimizer step until the next weights were published."""
+
+
 # ---- manager -> trainer
+
+
+class TurnGranted(_Frame, tag="turn_granted"):
+    """The reserved engines have handed over: the trainer's own devices are the trainer's until it gives them back."""
+
+    number: int
+    window_s: float
+    """The reserved engines generated for so long in this step."""
 
 
 class FinishedFrame(_Frame, tag="finished"):
@@ -285,6 +333,8 @@ class FleetStatus(_Frame, tag="fleet_status"):
     tokens_accepted: int
     waiting_for: str
     """Empty, or what the manager waits for, e.g. "an instance with weight version 12"."""
+    window: str = ""
+    """Whose turn it is on the trainer's own devices, and why; empty where they don't take turns."""
 
 
 class EventFrame(_Frame, tag="events"):
@@ -300,7 +350,9 @@ FrameToManager = (
     | Heartbeat
     | TokenFrame
     | Goodbye
+    | HandedOver
     | TrainerHello
+    | TrainerTurn
     | SubmitBatch
     | CancelBatch
     | ReleaseBatch
@@ -311,7 +363,9 @@ FrameFromManager = (
     | LoadWeights
     | StartFrame
     | StopFrame
+    | HandOver
     | Drain
+    | TurnGranted
     | FinishedFrame
     | BatchDone
     | BatchFailed
