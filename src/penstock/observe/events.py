@@ -200,6 +200,7 @@ class WindowChanged(_Event, tag="window_changed"):
     """Remote instances that work on the step."""
     elapsed_s: float
     """Since the step began."""
+    cause: str
     window_s: float
     """Planned length for this fleet; below 0: to the end of the step, or not known yet."""
     before_s: float = -1.0
@@ -208,7 +209,6 @@ class WindowChanged(_Event, tag="window_changed"):
     """With "learned": the trainer was ready and had nothing to train on, its devices idle."""
     remote_wait_s: float = 0.0
     """With "learned": remote instances had nothing to do, mean over them."""
-    cause: str
 
 
 class WaitingForInstances(_Event, tag="waiting_for_instances"):
