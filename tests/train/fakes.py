@@ -33,6 +33,7 @@ class FakeRollout:
     published: list[int] = field(default_factory=list)
     batches: dict[str, tuple[int, Sampling, list[int]]] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
+    steps_reported: list[tuple[int, float, float, float]] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
     cancelled: dict[str, str] = field(default_factory=dict)
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -72,6 +73,9 @@ class FakeRollout:
 
     async def release(self, batch: str) -> None:
         self.released.append(batch)
+
+    async def report_step(self, step: int, step_s: float, train_s: float, trainer_wait_s: float) -> None:
+        self.steps_reported.append((step, step_s, train_s, trainer_wait_s))
 
     async def _answer(self, batch: str, samples: list[FinishedSample], listener: Listener) -> None:
         self.sent[batch] = 0

@@ -137,6 +137,8 @@ def test_a_run_trains_publishes_evaluates_and_saves(make_run: MakeRun) -> None:
         "eval-2": 2,
     }
     assert sorted(run.rollout.released) == sorted(run.rollout.batches)
+    assert [step for step, *_ in run.rollout.steps_reported] == list(range(len(run.rollout.steps_reported)))
+    assert all(step_s >= train_s > 0 for _, step_s, train_s, _ in run.rollout.steps_reported)
     assert [(event.step, event.weight_version) for event in run.of(events.Evaluated)] == [(0, 0), (1, 1), (2, 2)]
     assert [event.step for event in run.of(events.StepFinished)] == [0, 1] == sorted(run.metrics)
     assert [event.step for event in run.of(events.CheckpointSaved)] == [2]

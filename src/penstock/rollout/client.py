@@ -43,6 +43,7 @@ from penstock.wire import (
     FrameToManager,
     ReleaseBatch,
     Sampling,
+    StepReport,
     SubmitBatch,
     TrainerHello,
     VersionPublished,
@@ -177,6 +178,10 @@ class RolloutClient:
             raise RolloutError(f"batch {batch!r} is still open; cancel it instead")
         self._unreleased.discard(batch)
         await self._send(ReleaseBatch(batch=batch))
+
+    async def report_step(self, step: int, step_s: float, train_s: float, trainer_wait_s: float) -> None:
+        """Tells the manager how a step went, so that it can judge how many machines are worth having."""
+        await self._send(StepReport(step=step, step_s=step_s, train_s=train_s, trainer_wait_s=trainer_wait_s))
 
     async def close(self) -> None:
         """Ends the connection. Batches that are still open are told so."""

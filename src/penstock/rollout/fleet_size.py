@@ -119,8 +119,12 @@ class FleetSize:
 
     def learn(self, *, start_s: float | None = None, instance_price: float | None = None) -> None:
         """Start-up time and price as they were seen lately, in place of the configured ones."""
-        changes = {"start_s": start_s, "instance_price": instance_price}
-        self.config = replace(self.config, **{name: value for name, value in changes.items() if value is not None})
+        now = self.config
+        self.config = replace(
+            now,
+            start_s=now.start_s if start_s is None else start_s,
+            instance_price=now.instance_price if instance_price is None else instance_price,
+        )
 
     @property
     def useful_share(self) -> float:

@@ -43,6 +43,7 @@ from penstock.wire import (
     Heartbeat,
     LoadFailed,
     ReleaseBatch,
+    StepReport,
     SubmitBatch,
     TokenFrame,
     TrainerHello,
@@ -121,6 +122,8 @@ class Manager:
         )
         self.accepted: Counter[str] = Counter()
         """Output tokens taken by this manager and those before it, by the name of the instance that drew them."""
+        self.last_step: StepReport | None = None
+        """As the trainer reported it."""
         self._rows_refused: Counter[tuple[str, str]] = Counter()
         self._status_at = float("-inf")
 
@@ -220,6 +223,8 @@ class Manager:
             trainer.release(frame)
         elif isinstance(frame, TrainerHello):
             trainer.hello(frame)
+        elif isinstance(frame, StepReport):
+            self.last_step = frame
         else:
             trainer.refuse(f"a {type(frame).__name__} is an agent's frame, and came from the trainer")
         return self._decided()

@@ -134,6 +134,8 @@ class Trainer:
         metrics = self._metrics(intake, tally, evaluation, self._clock() - began)
         ports.record(step, metrics)
         ports.emit(events.StepFinished(ts=time.time(), step=step, metrics=metrics))
+        report = ports.rollout.report_step(step, metrics["step_s"], tally.train_s, metrics["trainer_wait_s"])
+        self._batches.call(report, f"reporting step {step}")
         every = self.config.train.checkpoint_every
         if every and self.step % every == 0 and self.step < self.config.train.steps:
             self._save_if_possible()

@@ -83,6 +83,10 @@ class RolloutPort(Protocol):
 
     async def release(self, batch: str) -> None: ...
 
+    async def report_step(self, step: int, step_s: float, train_s: float, trainer_wait_s: float) -> None:
+        """How a step went, in seconds; the manager judges by it how many machines are worth having."""
+        ...
+
 
 class SampleScorer(Protocol):
     """Rewards. Lives on the edge loop; `reward.scorer.Scorer` is one."""

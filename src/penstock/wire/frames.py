@@ -220,6 +220,18 @@ class ReleaseBatch(_Frame, tag="release_batch"):
     batch: str
 
 
+class StepReport(_Frame, tag="step_report"):
+    """How a step went, as only the trainer knows. All in seconds."""
+
+    step: int
+    step_s: float
+    """From its submission to the next one's."""
+    train_s: float
+    """The trainer computed so long."""
+    trainer_wait_s: float
+    """It was ready and had nothing complete to train on."""
+
+
 class VersionPublished(_Frame, tag="version_published"):
     version: int
     source: str
@@ -356,6 +368,7 @@ FrameToManager = (
     | SubmitBatch
     | CancelBatch
     | ReleaseBatch
+    | StepReport
     | VersionPublished
 )
 FrameFromManager = (
