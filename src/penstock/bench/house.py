@@ -52,7 +52,11 @@ def small_llama() -> Any:
 
 
 def config_for(
-    folder: Path, engines: int, manager: Mapping[str, Any] | None = None, **engine_options: Any
+    folder: Path,
+    engines: int,
+    manager: Mapping[str, Any] | None = None,
+    rollout: Mapping[str, Any] | None = None,
+    **engine_options: Any,
 ) -> RunConfig:
     options = {"count": engines, "max_running": 48, "max_context_tokens": 256, "frame_steps": 4, **engine_options}
     return RunConfig.model_validate(
@@ -60,7 +64,12 @@ def config_for(
             "model": {"path": str(folder)},
             "manager": dict(manager or {"journal": "off"}),
             "data": {"train": [{"kind": "jsonl", "path": "unused.jsonl"}], "max_prompt_tokens": 16},
-            "rollout": {"engines": options, "heartbeat_s": 1.0, "sampling": {"max_new_tokens": 128}},
+            "rollout": {
+                "engines": options,
+                "heartbeat_s": 1.0,
+                "sampling": {"max_new_tokens": 128},
+                **(rollout or {}),
+            },
         }
     )
 
@@ -156,10 +165,11 @@ async def open_house(
     engines: int,
     manager: Mapping[str, Any] | None = None,
     reconnect_s: float = 0.0,
+    rollout: Mapping[str, Any] | None = None,
     **engine_options: Any,
 ) -> AsyncIterator[House]:
-    """`manager`: keys of that section of the configuration; without them it keeps no journal."""
-    config = config_for(folder, engines, manager, **engine_options)
+    """`manager`, `rollout`: keys of those sections of the configuration; without the first it keeps no journal."""
+    config = config_for(folder, engines, manager, rollout, **engine_options)
     seen: list[Event] = []
     status: list[FleetStatus] = []
     token = secrets.token_urlsafe(16)

@@ -27,6 +27,7 @@ from penstock.rollout.listen import IDLE_S, DoorSite
 from penstock.rollout.logbook import Logbook
 from penstock.rollout.manager import TRAINER, Decisions, Manager, ManagerConfig
 from penstock.rollout.pace import Pace, PaceConfig
+from penstock.rollout.turns import Turns
 from penstock.tls import server_context
 from penstock.wire import MAX_FRAME_BYTES, PROTOCOL, FrameToManager, decode_to_manager, encode
 from penstock.wire.codec import PROTOCOL_HEADER, REFUSAL_HEADER
@@ -168,6 +169,7 @@ class ManagerServer:
         self._logbook = Logbook()
         self._peers: dict[str, _Peer] = {}
         self._agents_seen = 0
+        self._turns = Turns()
         self._runner: web.AppRunner | None = None
         self._site: DoorSite | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -318,6 +320,7 @@ class ManagerServer:
                 socket,
                 lambda frame: manager.on_agent_frame(name, frame, time.monotonic()),
                 lambda cause: manager.on_agent_refused(name, cause, time.monotonic()),
+                self._turns,
             )
         finally:
             del self._peers[name]
@@ -377,12 +380,16 @@ class ManagerServer:
         socket: web.WebSocketResponse,
         take: Callable[[FrameToManager], Decisions],
         refuse: Callable[[str], Decisions],
+        turns: Turns | None = None,
     ) -> str:
-        """Reads frames until the connection ends; returns why it did."""
+        """Reads frames until the connection ends, in `turns` where others do as well; returns why it did."""
         limit = self.config.manager.max_frame_bytes
         pace = Pace(self.config.pace, time.monotonic())
         async for message in socket:
             if message.type is WSMsgType.BINARY:
+                if turns is not None:
+                    await turns.wait()
+                began = time.monotonic()
                 try:
                     frame = decode_to_manager(message.data, limit)
                 except WireError as error:
@@ -391,6 +398,8 @@ class ManagerServer:
                 if peer.closing_cause:
                     break
                 now = time.monotonic()
+                if turns is not None:
+                    turns.spent(now - began)
                 wait_s = pace.take(len(message.data), now)
                 if fault := pace.fault(now):
                     return self._hang_up(peer, refuse, fault)
