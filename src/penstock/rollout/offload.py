@@ -5,7 +5,10 @@ training. The window comes from a `Plan`: the last step's answers, replayed on t
 speeds (see `plan`). What the plan gets wrong, seen as the trainer waiting more or less than planned, is made up for in
 the steps after, remembered for each fleet size. With no remote instance they generate to the end; with plenty the
 window goes to what the trainer could not use anyway. Before anything is known, they generate until a good part of the
-samples is finished.
+samples is finished; where no plan can be made at all (the balance policy learns no speeds), the length of that first
+window follows the two waits, step by step, as RLBoost's Algorithm 1 has it.
+
+`FixedWindow` is the length that a user gives.
 
 It has no constant of any model or machine, and knows no socket, cloud or clock. How many remote instances are worth
 having is `fleet_size`'s.
@@ -16,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from penstock.rollout.curves import Speed
 from penstock.rollout.plan import Engine, Plan, Training, best_plan
 
-__all__ = ["Facts", "Offload", "StepTimes", "Window", "WindowView"]
+__all__ = ["Facts", "FixedWindow", "Learned", "Offload", "StepTimes", "Window", "WindowView"]
 
 CORRECTION = 0.3
 """Share of the last step's surprise that the next one makes up for: lengths differ from step to step by as much."""
@@ -28,6 +32,11 @@ MOST_CORRECTION = 0.2
 """Of the training time: more than that is not an error of the plan but a change of the fleet within the step."""
 UNKNOWN = 0.4
 """Share of finished samples at which the first step's window ends: enough to train on while the rest comes in."""
+DAMPING = 2.0
+"""Without a plan the window grows by the difference of the two waits over this: eta in RLBoost's Algorithm 1. A second
+more on one side is about a second less on the other, so that half the difference settles it."""
+MOST_REPLAYED = 2048
+"""Samples in one replay: a plan takes about twenty, each some microseconds a sample, and the manager waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,35 @@ class StepTimes:
     preemptions: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """The window of a fleet size is another one than before a step, and why."""
+
+    fleet: int
+    before_s: float
+    window_s: float
+    cause: str
+
+
+@dataclass
+class FixedWindow:
+    """So many seconds in each step that has a remote instance, whatever is measured."""
+
+    seconds: float
+    learned: Learned | None = None
+
+    def review(self, view: WindowView) -> Window:
+        if view.fleet == 0:
+            return Window(True, "no remote instance")
+        return Window(view.elapsed_s < self.seconds, f"{self.seconds:g} s, as configured")
+
+    def length_s(self, fleet: int) -> float | None:
+        return self.seconds if fleet else None
+
+    def ended(self, times: StepTimes) -> None:
+        pass
+
+
 @dataclass
 class Offload:
     """The window, decided in seconds."""
@@ -91,11 +129,15 @@ class Offload:
     """By fleet size: seconds by which the window that fitted was longer than planned."""
     plans: dict[int, Plan] = field(default_factory=dict)
     """By fleet size: what was planned last, where the next one begins to look."""
+    seconds: dict[int, float] = field(default_factory=dict)
+    """By fleet size: the window that fitted, where no plan was to be had."""
+    learned: Learned | None = None
+    """What the last step changed."""
     facts: Facts | None = None
 
     def plan(self, facts: Facts) -> Plan:
         """The step on these machines. To be asked at the start of a step, and again when machines come or go."""
-        self.facts = facts
+        facts = self.facts = thinned(facts)
         fleet = len(facts.remote)
         near = self.plans.get(fleet)
         plan = best_plan(facts.groups, facts.prompt_tokens, facts.remote, facts.reserved, facts.training, near)
@@ -107,14 +149,20 @@ class Offload:
         if view.fleet == 0:
             return Window(True, "no remote instance")
         plan = self.plans.get(view.fleet)
-        if plan is None:
+        if plan is None and not self.seconds:
             return Window(view.finished < UNKNOWN, f"nothing is known yet: until {UNKNOWN:.0%} are finished")
         window_s = self.window_s(view.fleet)
-        return Window(view.elapsed_s < window_s, f"{window_s:.0f} s for {view.fleet} instances")
+        return Window(view.elapsed_s < window_s, f"{window_s:.3g} s for {view.fleet} instances")
+
+    def length_s(self, fleet: int) -> float | None:
+        """The window of a fleet size; None where there is none: to the end of the step, or not known yet."""
+        return self.window_s(fleet) if fleet and (fleet in self.plans or self.seconds) else None
 
     def window_s(self, fleet: int) -> float:
-        """What is planned for a fleet size, corrected by what was seen."""
-        plan = self.plans[fleet]
+        """What is planned for a fleet size, corrected by what was seen; without plans, what fitted the nearest size."""
+        plan = self.plans.get(fleet)
+        if plan is None:
+            return self.seconds[min(self.seconds, key=lambda known: abs(known - fleet))]
         return max(0.0, plan.window_s + self.correction(fleet)) if plan.window_s > 0 else 0.0
 
     def correction(self, fleet: int) -> float:
@@ -124,16 +172,33 @@ class Offload:
         return self.corrections[min(self.corrections, key=lambda known: abs(known - fleet))]
 
     def ended(self, times: StepTimes) -> None:
-        """Learns from a step."""
+        """Learns from a step; `learned` says what."""
+        self.learned = None
         fleet = round(times.fleet)
         plan = self.plans.get(fleet)
-        if fleet == 0 or plan is None or times.preemptions:
+        if fleet == 0 or times.preemptions:
             # A machine lost within the step says nothing about the plan.
             return
+        if plan is None:
+            before_s = self.window_s(fleet) if self.seconds else times.window_s
+            self.seconds[fleet] = max(0.0, before_s + (times.trainer_wait_s - times.remote_wait_s) / DAMPING)
+            self._note(fleet, before_s, times, 0.0, 0.0)
+            return
+        before_s = self.window_s(fleet)
         early_s = max(0.0, times.remote_wait_s - plan.remote_wait_s)
         late_s = times.trainer_wait_s - plan.trainer_wait_s - REMOTE_COUNTS * early_s
         bound = MOST_CORRECTION * times.train_s
         self.corrections[fleet] = max(-bound, min(bound, self.correction(fleet) + CORRECTION * late_s / 2))
+        self._note(fleet, before_s, times, plan.trainer_wait_s, plan.remote_wait_s)
+
+    def _note(self, fleet: int, before_s: float, times: StepTimes, trainer_s: float, remote_s: float) -> None:
+        window_s = self.window_s(fleet)
+        if window_s != before_s:
+            cause = (
+                f"the trainer waited {times.trainer_wait_s:.3g} s ({trainer_s:.3g} s planned), remote instances "
+                f"{times.remote_wait_s:.3g} s ({remote_s:.3g} s planned), with {fleet} of them"
+            )
+            self.learned = Learned(fleet, before_s, window_s, cause)
 
     def predict(self, instances: int) -> float | None:
         """Seconds of a step with so many remote instances like those there are; None before anything is known."""
@@ -144,3 +209,30 @@ class Offload:
         facts = self.facts
         near = self.plans.get(instances)
         return best_plan(facts.groups, facts.prompt_tokens, remote, facts.reserved, facts.training, near).step_s
+
+
+def thinned(facts: Facts, most: int = MOST_REPLAYED) -> Facts:
+    """A step of at most so many samples that takes as long as the given one, up to chance.
+
+    Of every `f` prompts one is kept, on machines with 1/f of the places whose every token costs f times as much.
+    """
+    groups = facts.groups
+    samples = sum(len(row) for row in groups)
+    f = -(-samples // most)
+    if f <= 1:
+        return facts
+
+    def scaled(engine: Engine) -> Engine:
+        speed = engine.speed
+        slower = Speed(speed.base_s, f * speed.sequence_s, f * speed.context_s, f * speed.prefill_s)
+        return Engine(slower, max(1, round(engine.places / f)), engine.starts_s)
+
+    training = facts.training
+    fewer = max(1, round(training.micro_batch_samples / f))
+    return Facts(
+        groups[::f],
+        facts.prompt_tokens,
+        [scaled(engine) for engine in facts.remote],
+        [scaled(engine) for engine in facts.reserved],
+        replace(training, token_s=f * training.token_s, micro_batch_samples=fewer),
+    )
