@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.simulate.outcome import Outcome
-    from penstock.simulate.profiles import Profile
+    from penstock.simulate.profiles import Prices, Profile
     from penstock.simulate.report import Row
     from penstock.simulate.traces import Trace
 
@@ -22,11 +22,21 @@ HELP = """Simulate a run on machines that come and go: step times, throughput, c
 
   penstock simulate qwen3-14b --trace p3-trace.csv --sample 0.5 --hours 2
   penstock simulate qwen3-8b --machines 4 --steps 10 --picture run.png
-  penstock simulate qwen3-14b --machines 4 --grid prices.spot=3,5.32,8 --grid lengths.median_tokens=3000,6500"""
+  penstock simulate qwen3-14b --machines 4 --grid prices.spot=3,5.32,8 --grid lengths.median_tokens=3000,6500
+  penstock simulate fit runs/mine --prices 83.79,5.32,20.95     # a profile from a run's events.jsonl"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("profile", help="a shipped profile (qwen3-8b, qwen3-14b, qwen3-32b) or a TOML file")
+    parser.add_argument(
+        "profile", help="a shipped profile (qwen3-8b, qwen3-14b, qwen3-32b), a TOML file, or `fit` to make one"
+    )
+    parser.add_argument("run", nargs="?", type=Path, help="with fit: a run's folder, or its events.jsonl")
+    parser.add_argument(
+        "--out", type=Path, help="with fit: where the profile goes (default profile.toml in the folder)"
+    )
+    parser.add_argument(
+        "--prices", metavar="A,B,C", help="with fit: dollars an hour: reserved (all), a spot machine, one on demand"
+    )
     parser.add_argument("--trace", type=Path, help="a spot trace, in any of the forms that docs/simulate.md lists")
     parser.add_argument("--machines", type=int, help="so many remote instances at most; without a trace, all the time")
     parser.add_argument("--sample", type=float, default=1.0, help="keep this share of the trace's machines (default 1)")
@@ -47,6 +57,10 @@ def main(args: argparse.Namespace) -> int:
     from penstock.simulate.profiles import shipped
     from penstock.simulate.report import as_json, table
 
+    if args.profile == "fit":
+        return _fit(args)
+    if args.run is not None:
+        raise ConfigError(f"{args.run}: one profile at a time; `penstock simulate fit RUN` makes one from a run")
     _check(args)
     base = shipped(args.profile)
     rows: list[Row] = []
@@ -70,6 +84,41 @@ def main(args: argparse.Namespace) -> int:
         profile, trace, shown = last
         draw_run(args.picture, shown, profile, trace)
     return 0
+
+
+def _fit(args: argparse.Namespace) -> int:
+    """A profile from a run's event log."""
+    from penstock.observe.log import read_events
+    from penstock.simulate.fit import fit_profile
+    from penstock.simulate.fit_report import as_json, as_text, as_toml
+    from penstock.simulate.observed import gather
+
+    if args.run is None:
+        raise ConfigError("penstock simulate fit RUN: which run? give its folder or its events.jsonl")
+    prices = _prices(args.prices)
+    log = args.run / "events.jsonl" if args.run.is_dir() else args.run
+    fitted = fit_profile(gather(read_events(log)), prices)
+    path = args.out or log.parent / "profile.toml"
+    try:
+        path.write_text(as_toml(fitted, f"{args.run}"), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {path}: can't be written: {error.strerror}") from None
+    print(json.dumps(as_json(fitted), allow_nan=False) if args.json else f"{as_text(fitted)}\n{path}")
+    return 0
+
+
+def _prices(words: str | None) -> Prices | None:
+    from pydantic import ValidationError
+
+    from penstock.simulate.profiles import Prices
+
+    if words is None:
+        return None
+    try:
+        reserved, spot, on_demand = (float(word) for word in words.split(","))
+        return Prices(reserved=reserved, spot=spot, on_demand=on_demand)
+    except (ValueError, ValidationError):
+        raise ConfigError(f"--prices {words!r}: write three numbers of 0 or more, e.g. 83.79,5.32,20.95") from None
 
 
 def _check(args: argparse.Namespace) -> None:

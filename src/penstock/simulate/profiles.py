@@ -58,6 +58,8 @@ class Training(_Strict):
     switch_s: NotNegative = 0.0
     """From generating to training, and back: weights resharded, memory handed over."""
     micro_batch_samples: Annotated[int, Field(ge=1)] = 32
+    reward_s: NotNegative = 0.0
+    """From a sample's last token to its score, on average; the machines generate meanwhile."""
 
 
 class Prices(_Strict):
@@ -82,6 +84,8 @@ class Lengths(_Strict):
     max_tokens: Annotated[int, Field(ge=1)] = 14336
     growth_per_step: NotNegative = 0.0
     """The median's growth from one step to the next, as a share."""
+    quantiles: tuple[Positive, ...] = ()
+    """At equal distances from 0 to 1, as a run had them: then they stand in place of `median_tokens` and `spread`."""
 
 
 class Profile(_Strict):
@@ -96,9 +100,15 @@ class Profile(_Strict):
     reserved_instances: Annotated[int, Field(ge=0)]
     reserved: MachineProfile
     spot: MachineProfile
+    kinds: dict[str, MachineProfile] = {}
+    """Remote machines of other kinds: a node named `KIND:...` in a trace is one."""
     training: Training
     prices: Prices
     lengths: Lengths = Lengths()
+
+    def remote(self, node: str) -> MachineProfile:
+        """What a node of a trace is."""
+        return self.kinds.get(node.partition(":")[0], self.spot)
 
 
 def load_profile(path: Path) -> Profile:

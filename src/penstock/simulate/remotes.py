@@ -107,10 +107,10 @@ class Remotes:
             if held.connected:
                 self._pull(held)
 
-    def pull_s(self, pulling: int) -> float:
+    def pull_s(self, pulling: int, node: str = "") -> float:
         """Weights to so many machines at once."""
         profile = self.world.profile
-        return 8 * profile.weights_gb / min(profile.spot.link_gbit_s, profile.store_gbit_s / max(1, pulling))
+        return 8 * profile.weights_gb / min(profile.remote(node).link_gbit_s, profile.store_gbit_s / max(1, pulling))
 
     def settle_step(self, began_s: float, now: float) -> RemoteTimes:
         """Adds up a step that ends now, and forgets who left within it."""
@@ -153,7 +153,7 @@ class Remotes:
                 break
             if node not in self._held:
                 self._born += 1
-                machine = Machine(f"{node}", self.world.profile.spot, True, at_s=self.world.clock.now)
+                machine = Machine(node, self.world.profile.remote(node), True, at_s=self.world.clock.now)
                 held = self._held[node] = _Held(machine, self.world.clock.now)
                 taken.append(held)
         return taken
@@ -164,7 +164,7 @@ class Remotes:
                 held.connected = True
                 self._pull(held)
 
-        self.world.clock.after(self.world.profile.spot.boot_s, up)
+        self.world.clock.after(held.machine.profile.boot_s, up)
 
     def _pull(self, held: _Held) -> None:
         step = self.world.step
@@ -177,7 +177,7 @@ class Remotes:
                 held.machine.at_s = max(held.machine.at_s, self.world.clock.now)
                 self.world.dispatch()
 
-        self.world.clock.after(self.pull_s(pulling), ready)
+        self.world.clock.after(self.pull_s(pulling, held.machine.name), ready)
 
     def _leave(self, node: str, preempted: bool = False) -> None:
         held = self._held.pop(node)

@@ -43,6 +43,7 @@ class _Step:
     """Next sample that was never placed."""
     moved: deque[SimSample] = field(default_factory=deque)
     finished: int = 0
+    scored: int = 0
     groups: dict[int, int] = field(default_factory=dict)
     """Members still to come, by prompt."""
     ready_tokens: list[int] = field(default_factory=list)
@@ -62,8 +63,10 @@ class _Step:
 class World:
     """One run of one strategy."""
 
-    def __init__(self, profile: Profile, trace: Trace, strategy: Strategy, seed: int = 0) -> None:
-        self.profile, self.strategy, self.seed = profile, strategy, seed
+    def __init__(
+        self, profile: Profile, trace: Trace, strategy: Strategy, seed: int = 0, review_s: float = REVIEW_S
+    ) -> None:
+        self.profile, self.strategy, self.seed, self.review_s = profile, strategy, seed, review_s
         self.clock = Clock()
         self.reserved = [Machine(f"reserved{k}", profile.reserved, False) for k in range(profile.reserved_instances)]
         self.remotes = Remotes(self, trace)
@@ -109,7 +112,7 @@ class World:
             self._hand_over(first=True)
         else:
             self.clock.after(profile.training.switch_s, lambda: self._open(step))
-        self.clock.after(REVIEW_S, lambda: self._review(step))
+        self.clock.after(self.review_s, lambda: self._review(step))
 
     def _open(self, step: _Step) -> None:
         if step is self.step and not self.window_open:
@@ -170,7 +173,7 @@ class World:
             self._idle_over(step)
             self.clock.after(self.profile.training.switch_s, lambda: self._open(step))
         self._move()
-        self.clock.after(REVIEW_S, lambda: self._review(step))
+        self.clock.after(self.review_s, lambda: self._review(step))
 
     # ---- work
 
@@ -231,6 +234,7 @@ class World:
         for sample in machine.advance(self.clock.now):
             self._leases.pop(sample.lease, None)
             self._sample_done(sample)
+            self._score(sample)
 
     def _settle(self, machine: Machine) -> None:
         machine.settle(self.clock.now)
@@ -281,23 +285,34 @@ class World:
         step = self._now_step()
         step.finished += 1
         self.strategy.balance.finished(sample.prompt, sample.length)
-        step.groups[sample.prompt] -= 1
-        if not step.groups[sample.prompt]:
-            per = self.profile.samples_per_prompt
-            members = step.samples[sample.prompt * per : (sample.prompt + 1) * per]
-            step.ready_tokens.append(sum(member.prompt_tokens + member.length for member in members))
-            if self.training and not self._busy:
-                self._train(step)
         if step.finished == len(step.samples):
             self.strategy.balance.batch_ended()
             if self.window_open:
                 # The policy is not asked: there is nothing left to generate.
                 self.clock.after(0.0, lambda: self._hand_over() if self.window_open and step is self.step else None)
 
+    def _score(self, sample: SimSample) -> None:
+        reward_s, step = self.profile.training.reward_s, self._now_step()
+        if reward_s > 0:
+            self.clock.after(reward_s, lambda: self._scored(step, sample))
+        else:
+            self._scored(step, sample)
+
+    def _scored(self, step: _Step, sample: SimSample) -> None:
+        step.scored += 1
+        step.groups[sample.prompt] -= 1
+        if not step.groups[sample.prompt]:
+            per = self.profile.samples_per_prompt
+            members = step.samples[sample.prompt * per : (sample.prompt + 1) * per]
+            step.ready_tokens.append(sum(member.prompt_tokens + member.length for member in members))
+        # The last score frees what is left, be it less than a micro-batch.
+        if self.training and not self._busy and step.groups[sample.prompt] == 0:
+            self._train(step)
+
     def _train(self, step: _Step) -> None:
         """Begins a micro-batch, where enough is complete."""
         per = self.profile.samples_per_prompt
-        whole = step.finished == len(step.samples)
+        whole = step.scored == len(step.samples)
         enough = len(step.ready_tokens) * per >= self.profile.training.micro_batch_samples
         if not step.ready_tokens or not (whole or (enough and self.strategy.streaming)):
             return
@@ -383,6 +398,7 @@ def simulate(
     steps: int | None = None,
     duration_s: float | None = None,
     seed: int = 0,
+    review_s: float = REVIEW_S,
 ) -> Outcome:
     """Runs one strategy. The last step counts only if it ended in time."""
-    return World(profile, trace, strategy, seed).run(steps, duration_s)
+    return World(profile, trace, strategy, seed, review_s).run(steps, duration_s)

@@ -1,0 +1,73 @@
+"""What a run's event log says of its machines, training and answers, gathered for the fit.
+
+Decides which events are of use and which steps are left out (the first one, in which engines warm up, where there are
+others). Refuses to fit anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.observe import events
+from penstock.observe.events import Event, Work
+
+__all__ = ["Observed", "WorkRow", "gather"]
+
+TRAINING = "train-"
+"""Names of training batches begin so; evaluations are shorter and greedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkRow:
+    """One row of an instance's work."""
+
+    name: str
+    """Of the instance, the same when it comes back."""
+    reserved: bool
+    max_running: int
+    work: Work
+
+
+@dataclass
+class Observed:
+    config: Mapping[str, Any] = field(default_factory=dict)
+    run: str = ""
+    rows: list[WorkRow] = field(default_factory=list)
+    steps: list[dict[str, float]] = field(default_factory=list)
+    """Metrics of each."""
+    answers: list[events.AnswersEnded] = field(default_factory=list)
+    versions: dict[int, int] = field(default_factory=dict)
+    """Bytes of each weight version."""
+    loads: list[tuple[int, int, float]] = field(default_factory=list)
+    """(version, bytes fetched, seconds)."""
+    starts_s: list[float] = field(default_factory=list)
+    """From an engine's process to its joining."""
+    reserved: set[str] = field(default_factory=set)
+    remote: set[str] = field(default_factory=set)
+
+
+def gather(log: Iterable[Event]) -> Observed:
+    found = Observed()
+    started: dict[str, float] = {}
+    for event in log:
+        match event:
+            case events.RunStarted(run=run, config=config):
+                found.run, found.config = run, config
+            case events.InstanceWorked(name=name, reserved=reserved, max_running=places, work=work):
+                (found.reserved if reserved else found.remote).add(name)
+                found.rows += [WorkRow(name, reserved, places, row) for row in work]
+            case events.StepFinished(metrics=metrics):
+                found.steps.append(metrics)
+            case events.AnswersEnded(batch=batch) if batch.startswith(TRAINING):
+                found.answers.append(event)
+            case events.WeightsPublished(version=version, nbytes=nbytes):
+                found.versions[version] = nbytes
+            case events.WeightsLoaded(version=version, nbytes=nbytes, wall_s=wall_s) if wall_s > 0:
+                found.loads.append((version, nbytes, wall_s))
+            case events.EngineStarted(ts=ts, name=name):
+                started[name] = ts
+            case events.InstanceChanged(ts=ts, name=name, after="joining") if name in started:
+                found.starts_s.append(max(0.0, ts - started.pop(name)))
+    return found

@@ -1,0 +1,173 @@
+"""A profile fitted from an event log gives back the machines that the log is of, and says where it can't."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import cli
+from penstock.errors import ConfigError
+from penstock.observe import events
+from penstock.observe.events import Event, Work
+from penstock.observe.log import EventLog
+from penstock.simulate.fit import fit_profile
+from penstock.simulate.least_squares import robust_fit
+from penstock.simulate.observed import gather
+from penstock.simulate.profiles import shipped
+
+TRUTH = (0.006, 2e-5, 3e-8, 2e-5)
+CONFIG = {
+    "rollout": {"prompts_per_step": 4, "samples_per_prompt": 8, "sampling": {"max_new_tokens": 900}},
+    "train": {"min_samples_per_micro_batch": 16},
+}
+
+
+def work(rng: random.Random, slowness: float = 1.0, noise: float = 0.0, running: int = 0) -> Work:
+    size, steps = running or rng.choice([1, 4, 16, 60, 200]), rng.randrange(100, 900)
+    context, prefilled = rng.randrange(200, 3000) * size, rng.randrange(0, 4000)
+    wall_s = TRUTH[0] * steps + TRUTH[1] * steps * size + TRUTH[2] * steps * context + TRUTH[3] * prefilled
+    wall_s *= slowness * (1 + rng.gauss(0, noise))
+    return Work(
+        wall_s=wall_s,
+        steps=steps,
+        tokens=steps * size,
+        context_steps=steps * context,
+        prefilled=prefilled,
+        most_context=context,
+    )
+
+
+def worked(rng: random.Random, name: str, rows: int = 12, reserved: bool = False, **how: float) -> Event:
+    found = [work(rng, **how) for _ in range(rows)]  # type: ignore[arg-type]
+    return events.InstanceWorked(ts=0.0, instance=name, name=name, reserved=reserved, max_running=256, work=found)
+
+
+def log_of(*work_events: Event, steps: int = 5) -> list[Event]:
+    log: list[Event] = [events.RunStarted(ts=0.0, run="mine", version="1", config=CONFIG), *work_events]
+    log += [events.EngineStarted(ts=1.0, name="a", pid=1, cause=""), joined("a", 4.5)]
+    for step in range(steps):
+        log.append(events.WeightsPublished(ts=0.0, version=step, nbytes=10**9, wall_s=0.1))
+        log += [events.WeightsLoaded(ts=0.0, instance=i, version=step, nbytes=10, wall_s=0.5) for i in "ab"]
+        log.append(answers(f"train-{step}", step))
+        metrics = {"response_tokens": 8000.0, "samples": 32.0, "train_s": 9.6, "step_s": 14.0, "trainer_wait_s": 3.0}
+        log.append(events.StepFinished(ts=0.0, step=step, metrics=metrics | {"reward_s_mean": 0.25}))
+    return log
+
+
+def joined(name: str, ts: float) -> Event:
+    return events.InstanceChanged(ts=ts, instance=name, name=name, before="", after="joining", cause="")
+
+
+def answers(batch: str, step: int = 0) -> Event:
+    lengths = [100.0 * 1.05**step * (1 + k / 10) for k in range(21)]
+    return events.AnswersEnded(
+        ts=0.0, batch=batch, prompts=4, samples=32, prompt_tokens=50.0, quantiles=lengths, prompt_share=0.4
+    )
+
+
+def test_the_machine_that_made_the_log_is_found() -> None:
+    rng = random.Random(1)
+    profile = fit_profile(gather(log_of(worked(rng, "a"), worked(rng, "b")))).profile
+    spot = profile.spot
+    found = (spot.step_base_s, spot.sequence_s, spot.context_s, spot.prefill_s_per_token)
+    assert found == pytest.approx(TRUTH, rel=1e-3)
+    assert profile.training.s_per_token == pytest.approx(9.6 / (8000 + 32 * 50))
+    assert profile.training.optimizer_s == pytest.approx(14.0 - 9.6 - 3.0)
+    assert profile.training.reward_s == 0.25
+    assert spot.boot_s == 3.5
+    assert spot.link_gbit_s == pytest.approx(16.0)
+    assert profile.store_gbit_s == pytest.approx(32.0)
+    assert (profile.prompts, profile.samples_per_prompt, profile.lengths.max_tokens) == (4, 8, 900)
+    assert profile.lengths.growth_per_step == pytest.approx(0.05, rel=0.01)
+
+
+def test_noise_and_a_few_stalls_do_not_bend_it() -> None:
+    rng = random.Random(2)
+    stalled = worked(rng, "c", rows=3, slowness=8.0)
+    log = log_of(worked(rng, "a", 40, noise=0.05), worked(rng, "b", 40, noise=0.05))
+    log.insert(
+        1,
+        events.InstanceWorked(
+            ts=0.0,
+            instance="a",
+            name="a",
+            reserved=False,
+            max_running=256,
+            work=stalled.work,  # type: ignore[union-attr]
+        ),
+    )
+    spot = fit_profile(gather(log)).profile.spot
+    for size, context in ((1, 500), (50, 50_000), (200, 400_000)):
+        expected = TRUTH[0] + size * TRUTH[1] + context * TRUTH[2]
+        assert spot.step_s(size, context) == pytest.approx(expected, rel=0.08)
+
+
+def test_machines_of_two_speeds_are_two_kinds() -> None:
+    rng = random.Random(3)
+    fitted = fit_profile(gather(log_of(worked(rng, "a", 20), worked(rng, "b", 20), worked(rng, "slow", slowness=2.0))))
+    assert fitted.members == {"spot": ["a", "b"], "spot-slow": ["slow"]}
+    slow = fitted.profile.kinds["spot-slow"]
+    assert fitted.profile.remote("spot-slow:3") is slow
+    assert slow.step_s(100, 1e5) == pytest.approx(2 * fitted.profile.spot.step_s(100, 1e5), rel=0.01)
+
+
+def test_what_the_run_leaves_open_is_said() -> None:
+    rng = random.Random(4)
+    fitted = fit_profile(gather(log_of(worked(rng, "a", running=16))))
+    said = " ".join(fitted.notes)
+    for part in ("always about 16 sequences", "no reserved engine", "prices"):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("keep", "says"),
+    [
+        (events.StepFinished, "work of instances"),
+        (events.InstanceWorked, "finished steps"),
+        (events.RunStarted, "lengths of answers"),
+    ],
+)
+def test_too_little_is_refused_with_what_is_missing(keep: type, says: str) -> None:
+    log = [event for event in log_of(worked(random.Random(0), "a")) if isinstance(event, keep)]
+    with pytest.raises(ConfigError, match=says):
+        fit_profile(gather(log))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(0, 10), min_size=3, max_size=3), st.integers(0, 1000))
+def test_unknowns_at_or_above_zero_are_found_exactly_where_the_rows_are_exact(truth: list[float], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = rng.uniform(0.1, 1.0, (20, 3))
+    measured = rows @ np.array(truth) + 1e-9
+    solution = robust_fit(rows, measured, np.ones(20))
+    assert min(solution.values) >= 0
+    assert np.allclose(rows @ np.array(solution.values), measured, rtol=1e-3, atol=1e-6)
+
+
+def test_fit_writes_a_profile_that_simulates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(5)
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for event in log_of(worked(rng, "a"), worked(rng, "b", reserved=True), answers("eval-3")):
+            log.emit(event)
+    assert cli.main(["simulate", "fit", str(tmp_path), "--prices", "80,5,20", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["residuals"]["spot"]["median"] < 0.01
+    assert shipped(str(tmp_path / "profile.toml")).model_dump(mode="json") == said["profile"]
+    words = ["simulate", str(tmp_path / "profile.toml"), "--machines", "2", "--steps", "3", "--json"]
+    assert cli.main(words) == 0
+    assert all(row["tokens_per_dollar"] > 0 for row in json.loads(capsys.readouterr().out)["rows"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["fit"], "which run"), (["fit", "gone"], "gone"), (["fit", ".", "--prices", "1,2"], "three numbers")],
+)
+def test_a_fit_that_makes_no_sense_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", *words]) != 0
+    assert says in capsys.readouterr().err
