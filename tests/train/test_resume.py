@@ -25,7 +25,7 @@ from penstock.train.edge import EdgeLoop
 from penstock.train.loop import Trainer, TrainerPorts
 
 # Everything that reads a clock or counts from the process's start.
-TIMES = {"train_s", "rollout_s", "rollout_tokens_per_s", "trainer_wait_s", "step_s"}
+TIMES = {"train_s", "publish_stall_s", "rollout_s", "rollout_tokens_per_s", "trainer_wait_s", "step_s"}
 
 CONFIG = {
     "seed": 5,

@@ -26,6 +26,7 @@ from penstock.train.batching import PassBatch, collate_samples, split_passes
 from penstock.train.checkpoint import Position
 from penstock.train.intake import Intake
 from penstock.train.ports import TrainerPorts
+from penstock.train.publishing import Publishing
 from penstock.train.tally import Tally, value_of
 
 __all__ = ["Trainer", "TrainerPorts"]
@@ -68,6 +69,7 @@ class Trainer:
         train = config.train
         # The KL and the entropy term learn from every group, whatever its rewards.
         self._skips_without_signal = train.skip_groups_without_signal and train.kl_coef == train.entropy_coef == 0
+        self._publishing = Publishing(ports, config.manager.reconnect_s)
         self._batches = Batches(config, ports, clock)
 
     # ---- the run
@@ -79,6 +81,7 @@ class Trainer:
         while self.step < self.config.train.steps:
             self.train_step()
         with self._batches.cancelled_on_error():
+            self._publishing.settle(self.ports.watch)
             self._finish_evaluation(self._start_evaluation())
         self._save()
         if not self._groups_learned_from:
@@ -109,6 +112,7 @@ class Trainer:
         began = self._clock()
         prompts = ports.prompts.for_step(step)
         tally = Tally(self.version)
+        self._publishing.settle(ports.watch)
         intake = self._batches.submit_training(step, self.version, prompts)
         ports.emit(
             events.StepStarted(
@@ -180,17 +184,11 @@ class Trainer:
     # ---- edges
 
     def publish(self) -> None:
-        """Makes the weights as they are now version `self.version`, for every agent to pull."""
-        ports, began = self.ports, time.perf_counter()
-        manifest = ports.weights.publish(self.version, self.actor.named_tensors(), self.actor.config_json())
-        announcement = ports.rollout.publish(self.version, ports.weights_source, manifest.digest)
-        self._batches.call(announcement, f"announcing weight version {self.version}")
-        wall_s = time.perf_counter() - began
-        ports.emit(
-            events.WeightsPublished(
-                ts=time.time(), version=self.version, nbytes=int(manifest.raw_nbytes), wall_s=wall_s
-            )
-        )
+        """Makes the weights as they are now version `self.version`, for every agent to pull.
+
+        Returns once they are copied; who asks for samples of them waits until agents know of them.
+        """
+        self._publishing.begin(self.version, self.actor.named_tensors(), self.actor.config_json())
 
     # ---- evaluation
 
@@ -247,6 +245,7 @@ class Trainer:
             "rollout_tokens_per_s": intake.tokens / max(1e-9, intake.rollout_s),
             "trainer_wait_s": waited_s,
             "step_s": step_s,
+            "publish_stall_s": self._publishing.stall_s,
             "optimizer_steps_skipped_total": float(self.actor.steps_skipped),
         }
         return {**tally.metrics(), **self.actor.sums.means(), **counted}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ __all__ = [
     "Finished",
     "Listener",
     "PromptSource",
+    "PublishedWeights",
     "RolloutPort",
     "SampleScorer",
     "TextDecoder",
@@ -94,10 +96,21 @@ class SampleScorer(Protocol):
     async def score(self, sample: Sample) -> Score | Unscored: ...
 
 
+class PublishedWeights(Protocol):
+    """A version whose bytes are copied, and whose checksums are being made."""
+
+    @property
+    def raw_nbytes(self) -> int: ...
+
+    def digest_later(self) -> Future[str]:
+        """Of the weights' content; done once the version can be pulled, failed where it never will be."""
+        ...
+
+
 class WeightPublisher(Protocol):
     """Where agents pull versions from; `weights.store.WeightStore` is one. Copies the tensors before it returns."""
 
-    def publish(self, version: int, tensors: Iterable[NamedTensor], config_json: str) -> Any: ...
+    def publish_behind(self, version: int, tensors: Iterable[NamedTensor], config_json: str) -> PublishedWeights: ...
 
 
 class PromptSource(Protocol):

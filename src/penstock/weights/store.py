@@ -78,6 +78,20 @@ class Publication:
     def digest(self) -> str:
         return self.manifest().digest
 
+    def digest_later(self) -> Future[str]:
+        """Done once the version can be had, failed where it never will be."""
+        later: Future[str] = Future()
+
+        def tell(done: Future[Manifest]) -> None:
+            error = done.exception()
+            if error is None:
+                later.set_result(done.result().digest)
+            else:
+                later.set_exception(error)
+
+        self._manifest.add_done_callback(tell)
+        return later
+
 
 class WeightStore:
     """Serves weight versions over TCP. `publish` may be called from any thread.
@@ -254,8 +268,14 @@ class WeightStore:
         if thread is None or loop is None or stop is None:
             return
         self._closed = True
+        with self._lock:
+            pending = list(self._pending.values())
         for pool in (self._publishing, self._encoding, self._threads):
             pool.shutdown(wait=False, cancel_futures=True)
+        for done in pending:
+            # One whose checksums have begun ends by itself and finds its end taken.
+            if not done.done():
+                done.set_exception(WeightError("the weight store was closed before the version was ready"))
         if thread.is_alive():
             loop.call_soon_threadsafe(stop.set)
             thread.join(STOP_S)
