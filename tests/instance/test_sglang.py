@@ -286,10 +286,10 @@ def test_the_command_line_follows_the_machine_the_run_and_the_options(tmp_path: 
     assert words[:2] == ["sglang", "serve"]
     assert {f"--model-path={tmp_path}", "--dtype=bfloat16", "--device=cpu", "--port=8000"} <= set(words)
     assert [word for word in words if "max-total" in word] == ["--max-total-tokens=99"]
-    assert "--enable-metrics" in words
+    assert {"--enable-metrics", "--sleep-on-idle"} <= set(words)
     words = on_gpu.command(tmp_path, "127.0.0.1", 8000, {})
     assert words[0] == "other"
-    assert not any(word.startswith(("--device", "--max-total")) for word in words)
+    assert not any(word.startswith(("--device", "--max-total", "--sleep-on-idle")) for word in words)
     assert "SGLANG_USE_CPU_ENGINE" in on_cpu.environment()
     assert "SGLANG_USE_CPU_ENGINE" not in on_gpu.environment()
     context = str(100 + CONTEXT_MARGIN)

@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 
 from penstock.errors import EngineError
+from penstock.instance.accelerator import has_accelerator
 from penstock.instance.dialect import Chunk, ServerFacts
 from penstock.instance.engine import SequenceStart
 from penstock.instance.http_calls import call, events, excerpt, parsed
@@ -43,7 +44,6 @@ FIGURES_S = 10.0
 FIGURES = ("total_prefill_uncached_tokens", "num_used_tokens", "num_running_reqs", "num_waiting_reqs")
 """Of /v1/loads, which is written anew with every chunk of a prefill."""
 FINISHES: Mapping[str, Finish] = {"stop": Finish.STOP, "length": Finish.LENGTH}
-DEVICE_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/davinci_manager", "/dev/dri/renderD128")
 
 
 class _Reason(msgspec.Struct):
@@ -73,10 +73,6 @@ class _Event(msgspec.Struct):
 _events = msgspec.json.Decoder(_Event)
 
 
-def has_accelerator() -> bool:
-    return any(Path(node).exists() for node in DEVICE_NODES)
-
-
 class SglangDialect:
     """Speaks to `sglang serve`. `program` starts it; `cpu` where it is to run without an accelerator."""
 
@@ -102,6 +98,8 @@ class SglangDialect:
         }
         if self._cpu:
             own |= {"device": "cpu", "disable-overlap-schedule": "", "max-total-tokens": str(CPU_KV_TOKENS)}
+            # Else its scheduler asks for work without a pause, on a core that the machine's others compute on.
+            own["sleep-on-idle"] = ""
         words = [f"--{name}={value}" if value else f"--{name}" for name, value in {**own, **options}.items()]
         return [self._program, "serve", *words]
 

@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 
 from penstock.errors import EngineError
+from penstock.instance.accelerator import has_accelerator
 from penstock.instance.dialect import Chunk, ServerFacts
 from penstock.instance.engine import SequenceStart
 from penstock.instance.http_calls import call, call_text, events, excerpt, metrics_in, request_seed
@@ -63,15 +64,16 @@ _events = msgspec.json.Decoder(_Event)
 
 
 class VllmDialect:
-    """Speaks to `vllm serve`. `program` starts it."""
+    """Speaks to `vllm serve`. `program` starts it; `cpu` where it is to run without an accelerator."""
 
     kind = "vllm"
     # On CPU vLLM 0.32 reloads a tied embedding as input only: its output layer keeps the copy that it packed at first.
     unties_embeddings = True
 
-    def __init__(self, program: str = "vllm") -> None:
+    def __init__(self, program: str = "vllm", cpu: bool | None = None) -> None:
         self.frame_steps = 8
         self._program = program
+        self._cpu = not has_accelerator() if cpu is None else cpu
 
     def command(self, model_folder: Path, host: str, port: int, options: Mapping[str, str]) -> list[str]:
         own = {
@@ -83,6 +85,10 @@ class VllmDialect:
             "generation-config": "vllm",
             "disable-uvicorn-access-log": "",
         }
+        if self._cpu and not any(name.endswith("parallel-size") for name in options):
+            # Two processes that hand each step to one another look for it without a pause, on cores that the
+            # machine's others compute on; in one process there is nothing to look for.
+            own["distributed-executor-backend"] = "uni"
         words = [f"--{name}={value}" if value else f"--{name}" for name, value in {**own, **options}.items()]
         return [self._program, "serve", str(model_folder), *words]
 
@@ -91,7 +97,13 @@ class VllmDialect:
         return {name: str(value) for name, value in named.items() if value}
 
     def environment(self) -> dict[str, str]:
-        return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        return {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            # Without it vLLM's CPU build turns "uni" back into two processes.
+            **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if self._cpu else {}),
+        }
 
     async def is_up(self, http: aiohttp.ClientSession, base_url: str) -> bool:
         try:
