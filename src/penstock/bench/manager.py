@@ -97,8 +97,9 @@ def run(quick: bool) -> list[Result]:
 def _fleet(quick: bool) -> list[Result]:
     """256 agents with 65,536 running samples, and what else is asked of the manager then."""
     accepted_s = [_accepting_s() for _ in range(1 if quick else 3)]
-    edge = measure_edge(256, 8, 10 if quick else 40, tokens_per_s=FLEET_TARGET)
-    p99_s = sorted(edge.answers_s)[int(0.99 * len(edge.answers_s))]
+    edge = measure_edge(256, 8, 10 if quick else 40, tokens_per_s=FLEET_TARGET, operator=True)
+    behind = measure_edge(256, 8, 10 if quick else 40, operator=True)
+    asked = "answers of /instances, /samples and /metrics in turn, as their client waits"
     return [
         at_most(
             "a step of 100,000 samples accepted, 65,536 of them given to 256 agents",
@@ -115,12 +116,24 @@ def _fleet(quick: bool) -> list[Result]:
         ),
         at_most(
             "operator's API meanwhile, over HTTP: 99 of 100 answers within",
-            p99_s,
+            _p99_s(edge.answers_s),
             API_TARGET_S,
             "s",
-            note=f"{len(edge.answers_s)} answers of /instances, /samples and /metrics in turn, as their client waits",
+            note=f"{len(edge.answers_s)} {asked}; the slowest {max(edge.answers_s):.3f} s",
+        ),
+        at_most(
+            "the same while agents send all that the manager takes, and have more waiting",
+            _p99_s(behind.answers_s),
+            API_TARGET_S,
+            "s",
+            note=f"{len(behind.answers_s)} answers, the slowest {max(behind.answers_s):.3f} s; "
+            f"{behind.tokens_per_s:,.0f} tokens came in a second",
         ),
     ]
+
+
+def _p99_s(answers_s: list[float]) -> float:
+    return sorted(answers_s)[int(0.99 * len(answers_s))]
 
 
 def _accepting_s() -> float:

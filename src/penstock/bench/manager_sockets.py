@@ -44,11 +44,14 @@ EDGE_START_S = 30.0
 EDGE_WORK_S = 120.0
 
 
-def measure_edge(agents: int, row_tokens: int, rounds: int, tokens_per_s: float = 0.0) -> Edge:
-    """A real manager process with `agents` x 256 running samples. `tokens_per_s`: offered, 0 for all that it takes."""
+def measure_edge(agents: int, row_tokens: int, rounds: int, tokens_per_s: float = 0.0, operator: bool = False) -> Edge:
+    """A real manager process with `agents` x 256 running samples. `tokens_per_s`: offered, 0 for all that it takes.
+
+    `operator`: somebody asks its pages meanwhile.
+    """
     token = secrets.token_hex(16)
     with _manager_process(token) as (url, pid):
-        return asyncio.run(_drive(url, pid, token, agents, row_tokens, rounds, tokens_per_s))
+        return asyncio.run(_drive(url, pid, token, agents, row_tokens, rounds, tokens_per_s, operator))
 
 
 @contextmanager
@@ -90,7 +93,9 @@ class _Nobody:
         """The client is closed with the batch still open."""
 
 
-async def _drive(url: str, pid: int, token: str, count: int, row_tokens: int, rounds: int, tokens_per_s: float) -> Edge:
+async def _drive(
+    url: str, pid: int, token: str, count: int, row_tokens: int, rounds: int, tokens_per_s: float, asked: bool
+) -> Edge:
     import aiohttp
 
     from penstock.rollout.client import RolloutClient
@@ -120,7 +125,7 @@ async def _drive(url: str, pid: int, token: str, count: int, row_tokens: int, ro
             expected = sum(len(agent.drawn) for agent in agents) * row_tokens * rounds
             pause_s = expected / rounds / tokens_per_s if tokens_per_s else 0.0
             before_s, began = _cpu_s(pid), time.monotonic()
-            operator = await _start_operator(url, token) if tokens_per_s else None
+            operator = await _start_operator(url, token) if asked else None
             await asyncio.gather(
                 *(
                     # Spread over a round, as agents that know nothing of each other are.
