@@ -37,6 +37,8 @@ from penstock.wire import (
     FrameFromManager,
     FrameToManager,
     Goodbye,
+    HandedOver,
+    HandOver,
     Heartbeat,
     LoadFailed,
     LoadWeights,
@@ -75,6 +77,16 @@ class FramesBySteps(Protocol):
     """An engine that can be told how many decode steps to gather in one delta."""
 
     frame_steps: int
+
+
+@runtime_checkable
+class HandsOver(Protocol):
+    """An engine that can rest while its device is wanted for something else."""
+
+    async def hand_over(self) -> None:
+        """Makes every token drawn so far appear in `deltas`, ends every sequence and frees what memory only sequences
+        need. It draws no more until the next `start`."""
+        ...
 
 
 class SwapStuck(EngineError):
@@ -149,6 +161,7 @@ class Agent:
         self._loading = False
         self._deltas_taken = 0
         self._deltas_sent = 0
+        self._pump_ended = False
         self.instance = ""
         """The name that the manager gave this agent in its present or last session."""
         self.sessions = 0
@@ -174,7 +187,7 @@ class Agent:
             if pump.done():
                 await self._engine_failed(pump.exception())
             elif leaving.done():
-                await self._leave(pump)
+                await self._leave()
             else:
                 sessions.result()  # Sessions end only by an error.
         finally:
@@ -354,10 +367,26 @@ class Agent:
             self._wanted_changed.set()
             if self._pulling is not None:
                 self._pulling.cancel()
+        elif isinstance(frame, HandOver):
+            await self._hand_over(frame)
         elif isinstance(frame, Drain):
             self.drain(frame.cause)
         else:
             raise WireError(f"a {type(frame).__name__} is not meant for an agent")
+
+    async def _hand_over(self, frame: HandOver) -> None:
+        """Everything drawn goes out, nothing runs on, and the manager hears when that is so."""
+        log.info("handing over: %s", frame.cause[:CAUSE_CHARACTERS])
+        if isinstance(self._engine, HandsOver):
+            try:
+                async with asyncio.timeout(FLUSH_S):
+                    await self._engine.hand_over()
+                    await self._settle()
+            except TimeoutError:
+                log.warning("the engine did not hand over within %g s; its last tokens will be drawn again", FLUSH_S)
+        if leases := self._leases.forget_all():
+            self._engine.stop(leases)
+        await self._send(HandedOver())
 
     def _note_taken_back(self, sequences: int, cause: str) -> None:
         """The engine's fault, said on its own screen: the 1st, 2nd, 4th, 8th ... time."""
@@ -393,13 +422,16 @@ class Agent:
 
     async def _pump(self) -> None:
         """Every delta of the engine becomes a frame, for as long as the agent lives: sessions come and go beside it."""
-        async for delta in self._engine.deltas():
-            self._deltas_taken += 1
-            for frame in self._leases.frames(delta, self._frame_limit):
-                if not await self._send(frame):
-                    # The session is over, and what is left of the delta belongs to nobody.
-                    break
-            self._deltas_sent += 1
+        try:
+            async for delta in self._engine.deltas():
+                self._deltas_taken += 1
+                for frame in self._leases.frames(delta, self._frame_limit):
+                    if not await self._send(frame):
+                        # The session is over, and what is left of the delta belongs to nobody.
+                        break
+                self._deltas_sent += 1
+        finally:
+            self._pump_ended = True
 
     async def _heartbeats(self, welcome: Welcome) -> str:
         """Tells the manager that the engine lives, which is looked at each time and not assumed."""
@@ -490,19 +522,19 @@ class Agent:
 
     # ---- leaving
 
-    async def _leave(self, pump: asyncio.Task[None]) -> None:
+    async def _leave(self) -> None:
         log.info("leaving: %s", self._leave_cause)
         try:
             async with asyncio.timeout(FLUSH_S):
                 await self._engine.flush()
-                await self._settle(pump)
+                await self._settle()
         except TimeoutError:
             log.warning("the engine was not flushed within %g s; its last tokens will be drawn again", FLUSH_S)
         await self._say_goodbye(self._leave_cause)
 
-    async def _settle(self, pump: asyncio.Task[None]) -> None:
-        """Waits until the pump has sent every delta that the flush brought out."""
-        while not pump.done():
+    async def _settle(self) -> None:
+        """Waits until the pump has sent every delta that the engine brought out, for as long as there is a pump."""
+        while not self._pump_ended:
             taken = self._deltas_taken
             await asyncio.sleep(SETTLE_S)
             if taken == self._deltas_taken == self._deltas_sent:

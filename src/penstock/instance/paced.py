@@ -213,6 +213,11 @@ class PacedEngine:
         """Draws no more. Tokens are drawn at a round's end, so all of them are in `deltas` already."""
         await self.close()
 
+    async def hand_over(self) -> None:
+        """Ends every sequence; the round that it was in the middle of is not drawn."""
+        self._running.clear()
+        self._waiting.clear()
+
     async def close(self) -> None:
         self._draws = False
         if self._task is not None:

@@ -191,6 +191,16 @@ class ServedEngine:
         await self._end_running()
         self._out.cut()
 
+    async def hand_over(self) -> None:
+        """Ends every request at its last token. The server keeps its memory: it takes that once, when it starts."""
+        swapping = self._paused
+        try:
+            await self._end_running()
+            self._out.cut()
+            self._waiting.clear()
+        finally:
+            self._paused = swapping
+
     async def close(self) -> None:
         self._closed = self._paused = True
         tasks = [*self._tasks.values(), *filter(None, (self._watch, self._polling))]

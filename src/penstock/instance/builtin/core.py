@@ -221,6 +221,12 @@ class BuiltinCore:
         self._ended = [sequence for sequence in self._ended if sequence.lease not in gone]
         self._vacate([slot for slot, sequence in enumerate(self._active) if sequence.lease in gone])
 
+    def rest(self, release_memory: bool) -> None:
+        """Forgets every sequence, and gives the KV cache's memory back until the next one is admitted."""
+        self.stop(list(self._by_lease))
+        if release_memory and self._decoder is not None:
+            self._decoder.cache.release()
+
     def _sequence(self, start: SequenceStart) -> _Sequence:
         sampling, prompt, prefix = start.sampling, list(start.prompt_ids), list(start.prefix_ids)
         room = self.max_context_tokens - len(prompt)
@@ -290,6 +296,7 @@ class BuiltinCore:
         free = self.max_running - len(self._active)
         if not free or not self._waiting:
             return
+        decoder.cache.allocate()
         row_of: dict[tuple[int, ...], int] = {}
         admitted: list[_Sequence] = []
         longest = 0

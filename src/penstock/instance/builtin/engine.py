@@ -191,6 +191,15 @@ class BuiltinEngine:
 
         await self._ask(flush)
 
+    async def hand_over(self) -> None:
+        """A GPU's memory is given back: it is the trainer's meanwhile, which is another process."""
+
+        def rest() -> None:
+            self._send_deltas()
+            self._core.rest(release_memory=self._core.options.device.type == "cuda")
+
+        await self._ask(rest)
+
     async def close(self) -> None:
         with self._wake:
             self._closing = True

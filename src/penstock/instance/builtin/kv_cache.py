@@ -50,13 +50,32 @@ class KVCache:
     def __init__(self, spec: ModelSpec, plan: CachePlan, dtype: torch.dtype, device: torch.device) -> None:
         self.plan = plan
         heads = 2 * spec.kv_heads
-        shape = (spec.layers, plan.slots, heads, plan.positions, spec.head_dim)
-        self.tensor_LSKPD = torch.zeros(shape, dtype=dtype, device=device)
-        self.layers_SKPD = tuple(self.tensor_LSKPD.unbind(0))
-        self.layers_rows = tuple(layer.view(-1, spec.head_dim) for layer in self.layers_SKPD)
-        """Each layer as a list of D-vectors, so that a step's keys and values are written by one index."""
+        self._shape = (spec.layers, plan.slots, heads, plan.positions, spec.head_dim)
+        self._dtype, self._device = dtype, device
+        self.released = True
+        self.allocate()
         first_rows = torch.arange(plan.slots * heads, device=device) * plan.positions
         self.first_row_SK = first_rows.view(plan.slots, heads)
+
+    def allocate(self) -> None:
+        """Takes the memory, zeroed, where it was given back."""
+        if not self.released:
+            return
+        # No inference tensor, wherever this is called: sequences are also moved outside of steps.
+        with torch.inference_mode(False):
+            self.tensor_LSKPD = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        self.layers_SKPD = tuple(self.tensor_LSKPD.unbind(0))
+        self.layers_rows = tuple(layer.view(-1, self._shape[-1]) for layer in self.layers_SKPD)
+        """Each layer as a list of D-vectors, so that a step's keys and values are written by one index."""
+        self.released = False
+
+    def release(self) -> None:
+        """Gives the memory back to the device, for whoever else works there; what was in it is lost."""
+        self.tensor_LSKPD = torch.empty(0, dtype=self._dtype, device=self._device)
+        self.layers_SKPD = self.layers_rows = ()
+        self.released = True
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def move(self, source: int, target: int, tokens: int) -> None:
         """Copies the first `tokens` positions of a slot to another."""
