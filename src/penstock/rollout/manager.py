@@ -30,6 +30,7 @@ from penstock.rollout.tracker import Tracker
 from penstock.rollout.trainer_side import TrainerSide
 from penstock.rollout.versions import Versions
 from penstock.rollout.waiting import Waiting
+from penstock.rollout.windows import Windows
 from penstock.rollout.worklog import WorkLog
 from penstock.wire import (
     MAX_FRAME_BYTES,
@@ -40,6 +41,7 @@ from penstock.wire import (
     FrameFromManager,
     FrameToManager,
     Goodbye,
+    HandedOver,
     Heartbeat,
     LoadFailed,
     ReleaseBatch,
@@ -47,6 +49,7 @@ from penstock.wire import (
     SubmitBatch,
     TokenFrame,
     TrainerHello,
+    TrainerTurn,
     VersionPublished,
     VersionReady,
     Welcome,
@@ -119,6 +122,9 @@ class Manager:
             self._rearrange,
             grace_s=config.trainer_grace_s,
             frame_bytes=config.max_frame_bytes,
+        )
+        self.windows = Windows(
+            self.tracker, self.fleet, self.policy, self._out, self.balancing.load, self._give_back, self._rearrange
         )
         self.accepted: Counter[str] = Counter()
         """Output tokens taken by this manager and those before it, by the name of the instance that drew them."""
@@ -222,7 +228,11 @@ class Manager:
         elif isinstance(frame, ReleaseBatch):
             trainer.release(frame)
         elif isinstance(frame, TrainerHello):
+            if frame.session != trainer.session or not frame.session:
+                self.windows.reset()
             trainer.hello(frame)
+        elif isinstance(frame, TrainerTurn):
+            self._turn(frame)
         elif isinstance(frame, StepReport):
             self.last_step = frame
         else:
@@ -259,6 +269,7 @@ class Manager:
         for instance, cause in self._strangers():
             self._refuse_agent(instance, cause)
         self.trainer.tick(now)
+        self.windows.look()
         self._fail_overdue()
         self._rearrange()
         self._move()
@@ -291,6 +302,7 @@ class Manager:
             failed=tracker.samples_failed,
             tokens_accepted=tracker.tokens_accepted,
             waiting_for=self.waiting.waiting_for,
+            window=self.windows.words(now),
         )
 
     # ---- frames of agents
@@ -319,12 +331,15 @@ class Manager:
             self.balancing.beat(instance, frame, self._now)
         elif isinstance(frame, VersionReady):
             self.fleet.version_ready(instance, frame, self._now)
+            self.windows.loaded(instance, frame.load_s)
             self._rearrange()
         elif isinstance(frame, LoadFailed):
             self.fleet.load_failed(instance, frame, self._now)
         elif isinstance(frame, Goodbye):
             self._out.close(instance.peer, "said goodbye")
             self._lose(instance, frame.cause[:500] or "said goodbye", orderly=not frame.engine_failed)
+        elif isinstance(frame, HandedOver):
+            self.windows.handed_over(instance)
         else:
             raise WireError(f"a {type(frame).__name__} is the trainer's frame, and came from an agent")
 
@@ -386,10 +401,25 @@ class Manager:
             self._out.records(struck_records(evicted.struck))
         self.fleet.lose(instance, cause, self._now, orderly)
         self.balancing.gone(instance.id)
+        self.windows.gone(instance)
         if evicted.moved:
             self._note_moved(instance, evicted.moved, evicted.tokens_kept, cause)
         self._deliver(evicted.finished)
         self._rearrange()
+
+    def _give_back(self, instance: Instance, cause: str) -> None:
+        """Its samples go on elsewhere from their last token; it stays."""
+        evicted = self.tracker.evict(instance.id, cause)
+        if evicted.moved:
+            self._note_moved(instance, evicted.moved, evicted.tokens_kept, cause)
+        self._deliver(evicted.finished)
+        self._rearrange()
+
+    def _turn(self, frame: TrainerTurn) -> None:
+        try:
+            self.windows.take(frame)
+        except WireError as error:
+            self.trainer.refuse(str(error))
 
     def _note_moved(self, instance: Instance, samples: int, tokens: int, cause: str) -> None:
         self.counts.samples_moved += samples
@@ -399,6 +429,9 @@ class Manager:
     def _deliver(self, samples: list[TrackedSample]) -> None:
         self.balancing.finished(samples)
         if samples and self.trainer.deliver(samples):
+            for batch in {sample.batch for sample in samples if sample.batch.ended}:
+                self.windows.batch_ended(batch)
+            self.windows.look()
             self._steer()
 
     # ---- work out
@@ -455,7 +488,7 @@ class Manager:
         return [
             self.balancing.load(instance)
             for instance in self.fleet.ready_for(batch.version, batch.context_tokens)
-            if instance.knows(batch.top_token)
+            if instance.knows(batch.top_token) and self.windows.may_generate(instance)
         ]
 
     def _steer(self) -> None:
@@ -464,11 +497,14 @@ class Manager:
             self._send(instance.peer, order)
 
     def _fail_overdue(self) -> None:
-        while (overdue := self.waiting.overdue(self._now, self.trainer.unclaimed)) is not None:
+        while (overdue := self.waiting.overdue(self._now, self._excused)) is not None:
             batch, cause = overdue
             self.counts.batches_failed += 1
             self.trainer.fail(batch, cause, deadline=True)
             self._rearrange()
+
+    def _excused(self, batch: Batch) -> bool:
+        return self.trainer.unclaimed(batch) or self.windows.excuses
 
     def _rearrange(self) -> None:
         """After instances or batches have changed: what is to be loaded, who gets what, who waits."""

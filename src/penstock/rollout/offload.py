@@ -152,7 +152,10 @@ class Offload:
         if plan is None and not self.seconds:
             return Window(view.finished < UNKNOWN, f"nothing is known yet: until {UNKNOWN:.0%} are finished")
         window_s = self.window_s(view.fleet)
-        return Window(view.elapsed_s < window_s, f"{window_s:.3g} s for {view.fleet} instances")
+        words = f"{window_s:.3g} s for {view.fleet} instances"
+        if plan is not None:
+            words += f" (planned {plan.window_s:.3g} s, corrected by {self.correction(view.fleet):+.2g} s)"
+        return Window(view.elapsed_s < window_s, words)
 
     def length_s(self, fleet: int) -> float | None:
         """The window of a fleet size; None where there is none: to the end of the step, or not known yet."""
