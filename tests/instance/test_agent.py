@@ -14,7 +14,7 @@ from fake_manager import TOKEN, FakeManager, Session, start_frame
 
 from penstock.errors import AuthError, EngineError, PenstockError, ProtocolMismatch
 from penstock.instance import Agent, EngineLoad, PacedEngine, TokenDelta
-from penstock.instance.agent import agent_url
+from penstock.instance.manager_link import agent_url
 from penstock.sample import Finish
 from penstock.weights import StagedWeights, WeightStore
 from penstock.wire import (
@@ -559,7 +559,7 @@ async def test_a_manager_that_does_not_welcome_properly_is_left(first: Welcome |
 
 
 async def test_a_manager_that_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.instance.agent.WELCOME_S", 0.1)
+    monkeypatch.setattr("penstock.instance.manager_link.WELCOME_S", 0.1)
     async with FakeManager() as manager:
         manager.welcome = None
         with pytest.raises(PenstockError, match=r"no welcome within 0\.1 s"):

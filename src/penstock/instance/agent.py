@@ -1,8 +1,9 @@
 """The agent: joins one engine to a manager over one WebSocket that it dials itself.
 
-The edge only: which leases are live is in `leases`, when to come back and when an engine is stuck in `liveness`, how
-weights are fetched in `penstock.weights`. A lost connection loses nothing but time: the manager has every token that
-was sent and gives the samples to others, and this agent comes back as another instance.
+Joins the parts and decides little: which leases are live is in `leases`, when to come back and when an engine is stuck
+in `liveness`, how frames come and go in `manager_link`, how weights are fetched in `penstock.weights`. A lost
+connection loses nothing but time: the manager has every token that was sent and gives the samples to others, and this
+agent comes back as another instance.
 """
 
 from __future__ import annotations
@@ -20,22 +21,19 @@ from typing import Any, Protocol, runtime_checkable
 
 import aiohttp
 
-from penstock.errors import AuthError, EngineError, FrameTooLarge, PenstockError, ProtocolMismatch, WireError
+from penstock.errors import EngineError, FrameTooLarge, PenstockError, WireError
 from penstock.instance.engine import Engine
 from penstock.instance.leases import CAUSE_CHARACTERS, Leases
 from penstock.instance.liveness import Reconnect, StallWatch
 from penstock.instance.loading import WeightLoader, check_vocabulary
-from penstock.tls import refusal_words
+from penstock.instance.manager_link import ManagerLink, agent_url, words_of
 from penstock.weights.manifest import StagedWeights
 from penstock.weights.puller import DEFAULT_MAX_BYTES
 from penstock.wire import (
     MAX_FRAME_BYTES,
-    MIN_FRAME_BYTES,
-    PROTOCOL,
     AgentHello,
     Drain,
     FrameFromManager,
-    FrameToManager,
     Goodbye,
     HandedOver,
     HandOver,
@@ -46,21 +44,11 @@ from penstock.wire import (
     StopFrame,
     VersionReady,
     Welcome,
-    decode_from_manager,
-    encode,
 )
-from penstock.wire.codec import PROTOCOL_HEADER, REFUSAL_HEADER
 
-CONNECT_S = 10.0
-WELCOME_S = 10.0
-SEND_S = 20.0
-"""A manager that takes no frame for so long has lost this agent."""
-PING_S = 20.0
-"""Seconds between pings; a manager that does not answer one within half of it is gone."""
 FLUSH_S = 2.0
 SETTLE_S = 0.02
 """While leaving: the engine's deltas count as taken once none came for so long after its flush."""
-CLOSE_S = 1.0
 
 log = logging.getLogger("penstock.agent")
 
@@ -127,18 +115,13 @@ class Agent:
         start_s: float = 0.0,
     ) -> None:
         self._engine = engine
-        self._url = agent_url(manager_url)
-        self._token = token
+        self._link = ManagerLink(agent_url(manager_url), token, max_frame_bytes, tls)
         self._name = name
         self._load_deadline_s = load_deadline_s
         self._reconnect_s = reconnect_s
         self._stall_s = stall_s
-        self._max_frame_bytes = max_frame_bytes
-        self._tls = tls
         self._reserved = reserved
         self._start_s = start_s
-        self._frame_limit = max_frame_bytes
-        """Bytes of one frame in this session, either way."""
         self._loader = WeightLoader(
             token,
             connections=connections,
@@ -150,8 +133,6 @@ class Agent:
             tls=tls,
         )
         self._leases = Leases()
-        self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._sending = asyncio.Lock()
         self._leaving = asyncio.Event()
         self._leave_cause = ""
         self._wanted: LoadWeights | None = None
@@ -187,7 +168,7 @@ class Agent:
             if pump.done():
                 await self._engine_failed(pump.exception())
             elif leaving.done():
-                await self._leave()
+                await self._leave(pump)
             else:
                 sessions.result()  # Sessions end only by an error.
         finally:
@@ -209,7 +190,7 @@ class Agent:
                 pause_s = reconnect.lost(time.monotonic(), random.uniform(0.5, 1.0))
                 if pause_s is None:
                     raise PenstockError(
-                        f"no manager at {self._url} for {self._reconnect_s:g} s ({cause}); "
+                        f"no manager at {self._link.url} for {self._reconnect_s:g} s ({cause}); "
                         "check the address given as --manager and that the run still lives"
                     )
                 log.warning("%s; next attempt in %.1f s", cause, pause_s)
@@ -217,69 +198,37 @@ class Agent:
 
     async def _session(self, http: aiohttp.ClientSession, reconnect: Reconnect) -> str:
         """From dialling to the loss of the connection; returns the cause of the loss."""
+        link = self._link
         try:
-            socket_ = await self._dial(http)
+            await link.dial(http)
         except (OSError, aiohttp.ClientError, TimeoutError) as error:
-            return f"no connection to the manager at {self._url}: {_words(error)}"
+            return f"no connection to the manager at {link.url}: {words_of(error)}"
         try:
-            welcome = await self._introduce(socket_)
+            welcome = await link.introduce(self._hello())
+            self._heed(welcome)
             reconnect.welcomed(time.monotonic())
-            self._socket = socket_
-            return await first_to_end(self._receive(socket_), self._heartbeats(welcome), self._load_wanted())
+            return await first_to_end(self._receive(), self._heartbeats(welcome), self._load_wanted())
         except EngineError as error:
             await self._say_goodbye(f"the engine failed: {error}", engine_failed=True)
             raise
         except WireError as error:
             self.bad_frames += 1
             code = aiohttp.WSCloseCode.MESSAGE_TOO_BIG if isinstance(error, FrameTooLarge) else 1002
-            await self._close(socket_, int(code), str(error))
+            await link.close(int(code), str(error))
             return f"the manager broke the protocol: {error}"
         except (OSError, aiohttp.ClientError) as error:
-            return f"the connection to the manager broke: {_words(error)}"
+            return f"the connection to the manager broke: {words_of(error)}"
         finally:
-            self._socket = None
+            link.silence()
             self._wanted = None
             # First of all: what the engine draws from here on is drawn in vain, and closing may take its time.
             if leases := self._leases.forget_all():
                 self._engine.stop(leases)
-            await self._close(socket_, int(aiohttp.WSCloseCode.GOING_AWAY), "")
+            await link.close(int(aiohttp.WSCloseCode.GOING_AWAY), "")
 
-    async def _dial(self, http: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse:
-        headers = {PROTOCOL_HEADER: str(PROTOCOL)}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                return await http.ws_connect(
-                    self._url,
-                    headers=headers,
-                    ssl=self._tls or True,
-                    max_msg_size=self._max_frame_bytes,
-                    heartbeat=PING_S,
-                    timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
-                )
-        except aiohttp.WSServerHandshakeError as error:
-            if error.status in (401, 403):
-                told = error.headers.get(REFUSAL_HEADER, "") if error.headers else ""
-                raise AuthError(
-                    f"the manager at {self._url} refused this agent (HTTP {error.status}): "
-                    + (told or "give the run's token in the environment variable PENSTOCK_TOKEN or with --token-file")
-                ) from error
-            if error.status == 426:
-                theirs = error.headers.get(PROTOCOL_HEADER, "another one") if error.headers else "another one"
-                raise ProtocolMismatch(
-                    f"the manager at {self._url} speaks protocol {theirs} and this agent {PROTOCOL} (HTTP 426); "
-                    "install the same version of Penstock on both sides"
-                ) from error
-            raise
-        except (OSError, aiohttp.ClientError) as error:
-            if words := refusal_words(error):
-                raise AuthError(f"no TLS connection to the manager at {self._url}: {words}") from error
-            raise
-
-    async def _introduce(self, socket_: aiohttp.ClientWebSocketResponse) -> Welcome:
+    def _hello(self) -> AgentHello:
         info = self._engine.info
-        hello = AgentHello(
+        return AgentHello(
             name=self._name,
             engine=info.kind,
             pid=os.getpid(),
@@ -290,72 +239,35 @@ class Agent:
             reserved=self._reserved,
             start_s=self._start_s if self._engine.version < 0 else 0.0,
         )
-        self._frame_limit = self._max_frame_bytes
-        try:
-            async with asyncio.timeout(WELCOME_S):
-                await socket_.send_bytes(encode(hello))
-                frame = await self._next_frame(socket_)
-        except TimeoutError:
-            raise ConnectionError(f"no welcome within {WELCOME_S:g} s") from None
-        if isinstance(frame, str):
-            raise ConnectionError(frame)
-        if not isinstance(frame, Welcome):
-            raise WireError(f"the first frame of a manager is a Welcome, and this is a {type(frame).__name__}")
-        self._heed(frame)
-        self.instance = frame.instance
-        self.sessions += 1
-        log.info("joined %s as %s", self._url, frame.instance)
-        if frame.hold_off_s:
-            log.warning("came and was lost too often: the manager gives no work for %.0f s", frame.hold_off_s)
-        return frame
 
     def _heed(self, welcome: Welcome) -> None:
-        """Does what the manager asks of its agents. Raises WireError for what makes no sense."""
-        context, limit = welcome.max_context_tokens, welcome.max_frame_bytes
-        if not welcome.heartbeat_s > 0 or welcome.frame_steps < 1:
-            raise WireError(f"a welcome with heartbeat_s={welcome.heartbeat_s} and frame_steps={welcome.frame_steps}")
-        if not welcome.hold_off_s >= 0:
-            raise WireError(f"a welcome with hold_off_s={welcome.hold_off_s}")
-        if (context and context < 2) or (limit and limit < MIN_FRAME_BYTES):
-            raise WireError(f"a welcome with max_context_tokens={context} and max_frame_bytes={limit}")
-        if limit:
-            self._frame_limit = min(limit, self._max_frame_bytes)
+        """Does what the manager asks of its agents."""
+        self.instance = welcome.instance
+        self.sessions += 1
         if isinstance(self._engine, FramesBySteps):
             self._engine.frame_steps = welcome.frame_steps
-        if context and isinstance(self._engine, FitsContext):
-            self._engine.fit_context(context)
+        if welcome.max_context_tokens and isinstance(self._engine, FitsContext):
+            self._engine.fit_context(welcome.max_context_tokens)
+        log.info("joined %s as %s", self._link.url, welcome.instance)
+        if welcome.hold_off_s:
+            log.warning("came and was lost too often: the manager gives no work for %.0f s", welcome.hold_off_s)
 
-    async def _receive(self, socket_: aiohttp.ClientWebSocketResponse) -> str:
+    async def _receive(self) -> str:
         while True:
-            frame = await self._next_frame(socket_)
+            frame = await self._link.receive()
             if isinstance(frame, str):
                 return frame
             await self._take(frame)
-
-    async def _next_frame(self, socket_: aiohttp.ClientWebSocketResponse) -> FrameFromManager | str:
-        """The next frame, or why none will come. The wait is bounded by the socket's pings. Raises WireError."""
-        message = await socket_.receive()
-        if message.type is aiohttp.WSMsgType.BINARY:
-            return decode_from_manager(message.data, self._frame_limit)
-        if message.type is aiohttp.WSMsgType.TEXT:
-            raise WireError("the manager sent text; frames are binary")
-        error = message.data if message.type is aiohttp.WSMsgType.ERROR else socket_.exception()
-        if isinstance(error, aiohttp.WebSocketError):
-            kind = FrameTooLarge if error.code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG else WireError
-            raise kind(f"the manager sent what is no frame: {error}")
-        why = str(message.extra or "") or (_words(error) if isinstance(error, BaseException) else "")
-        code = f" (code {socket_.close_code})" if socket_.close_code else ""
-        return f"the manager closed the connection{code}{': ' + why if why else ''}"
 
     async def _take(self, frame: FrameFromManager) -> None:
         if isinstance(frame, StartFrame):
             if self._leaving.is_set():
                 return  # The goodbye that is on its way gives it back.
-            started = self._leases.start(frame, self._engine.version, self._frame_limit)
+            started = self._leases.start(frame, self._engine.version, self._link.frame_limit)
             if started.sequences:
                 self._engine.start(started.sequences)
             for handed_back in started.handed_back:
-                await self._send(handed_back)
+                await self._link.send(handed_back)
         elif isinstance(frame, StopFrame):
             self._engine.stop(self._leases.stop(frame))
             if frame.cause:
@@ -386,7 +298,7 @@ class Agent:
                 log.warning("the engine did not hand over within %g s; its last tokens will be drawn again", FLUSH_S)
         if leases := self._leases.forget_all():
             self._engine.stop(leases)
-        await self._send(HandedOver())
+        await self._link.send(HandedOver())
 
     def _note_taken_back(self, sequences: int, cause: str) -> None:
         """The engine's fault, said on its own screen: the 1st, 2nd, 4th, 8th ... time."""
@@ -396,28 +308,6 @@ class Agent:
                 "the manager took back %d sequences: %s (%d times so far)", sequences, cause[:500], self.taken_back
             )
 
-    async def _send(self, frame: FrameToManager) -> bool:
-        """False where there is no session, or it broke on this frame; its receiver then ends it."""
-        socket_ = self._socket
-        if socket_ is None:
-            return False
-        try:
-            async with asyncio.timeout(SEND_S), self._sending:
-                await socket_.send_bytes(encode(frame))
-        except (OSError, aiohttp.ClientError, TimeoutError) as error:
-            log.warning("a %s could not be sent: %s", type(frame).__name__, _words(error))
-            await self._close(socket_, int(aiohttp.WSCloseCode.GOING_AWAY), "sending failed")
-            return False
-        return True
-
-    async def _close(self, socket_: aiohttp.ClientWebSocketResponse, code: int, message: str) -> None:
-        try:
-            async with asyncio.timeout(2 * CLOSE_S):
-                # A close frame has room for 123 bytes of reason (RFC 6455, section 5.5).
-                await socket_.close(code=code, message=message.encode()[:120])
-        except (OSError, aiohttp.ClientError, TimeoutError) as error:
-            log.debug("the socket was not closed in order: %s", _words(error))
-
     # ---- the engine's side
 
     async def _pump(self) -> None:
@@ -425,8 +315,8 @@ class Agent:
         try:
             async for delta in self._engine.deltas():
                 self._deltas_taken += 1
-                for frame in self._leases.frames(delta, self._frame_limit):
-                    if not await self._send(frame):
+                for frame in self._leases.frames(delta, self._link.frame_limit):
+                    if not await self._link.send(frame):
                         # The session is over, and what is left of the delta belongs to nobody.
                         break
                 self._deltas_sent += 1
@@ -453,7 +343,7 @@ class Agent:
                 tokens_prefilled=load.tokens_prefilled,
                 tokens_per_s=load.tokens_per_s,
             )
-            if not await self._send(beat):
+            if not await self._link.send(beat):
                 return "a heartbeat could not be sent"
             await asyncio.sleep(welcome.heartbeat_s)
 
@@ -478,7 +368,7 @@ class Agent:
                 raise
             except PenstockError as error:
                 log.error("weight version %d could not be loaded: %s", frame.version, error)
-                await self._send(LoadFailed(version=frame.version, cause=str(error)[:CAUSE_CHARACTERS]))
+                await self._link.send(LoadFailed(version=frame.version, cause=str(error)[:CAUSE_CHARACTERS]))
             finally:
                 self._loading = False
 
@@ -496,7 +386,7 @@ class Agent:
         self._loader.serves(staged)
         load_s = time.monotonic() - began
         log.info("serves weight version %d after %.2f s", frame.version, load_s)
-        await self._send(
+        await self._link.send(
             VersionReady(
                 version=frame.version,
                 vocab_size=info.vocab_size,
@@ -522,8 +412,10 @@ class Agent:
 
     # ---- leaving
 
-    async def _leave(self) -> None:
+    async def _leave(self, pump: asyncio.Task[None]) -> None:
         log.info("leaving: %s", self._leave_cause)
+        if pump.done():
+            return
         try:
             async with asyncio.timeout(FLUSH_S):
                 await self._engine.flush()
@@ -547,11 +439,8 @@ class Agent:
 
     async def _say_goodbye(self, cause: str, engine_failed: bool = False) -> None:
         """The last frame of a session, and its close; nothing where there is no session."""
-        socket_ = self._socket
-        if socket_ is not None and await self._send(
-            Goodbye(cause=cause[:CAUSE_CHARACTERS], engine_failed=engine_failed)
-        ):
-            await self._close(socket_, int(aiohttp.WSCloseCode.OK), cause)
+        if await self._link.send(Goodbye(cause=cause[:CAUSE_CHARACTERS], engine_failed=engine_failed)):
+            await self._link.close(int(aiohttp.WSCloseCode.OK), cause)
 
 
 async def first_to_end(*jobs: Coroutine[Any, Any, str]) -> str:
@@ -565,19 +454,3 @@ async def first_to_end(*jobs: Coroutine[Any, Any, str]) -> str:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def agent_url(manager_url: str) -> str:
-    """The WebSocket address for agents of a manager given as `http://host:port` or `host:port`."""
-    url = manager_url.strip()
-    if "://" not in url:
-        url = f"http://{url}"
-    scheme, _, rest = url.partition("://")
-    rest = rest.rstrip("/")
-    if scheme not in ("http", "https", "ws", "wss") or not rest:
-        raise PenstockError(f"{manager_url!r} is not the address of a manager; expected http://host:port")
-    return f"{scheme}://{rest}/agent"
-
-
-def _words(error: BaseException) -> str:
-    return str(error) or type(error).__name__

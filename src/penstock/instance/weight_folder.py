@@ -117,8 +117,13 @@ def remove_orphans(parent: Path) -> None:
 
 
 def config_of(weights: StagedWeights) -> dict[str, Any]:
-    """The manifest's config.json with the dtype that the tensors have. Raises EngineError where it is no object."""
+    """The manifest's config.json with the dtype that the tensors have. Raises EngineError where it is no object.
+
+    That of a quantized version says what its tensors are, and keeps the dtype that the model computes in.
+    """
     config = parse_config(weights.manifest.config_json)
+    if config.get("quantization_config"):
+        return config
     counted = Counter(entry.dtype for entry in weights.manifest.tensors)
     dtype = TORCH_DTYPES.get(counted.most_common(1)[0][0]) if counted else None
     if dtype is not None:

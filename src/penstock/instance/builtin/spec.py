@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.errors import EngineError
+from penstock.errors import EngineError, WeightError
+from penstock.weights.quantization import scheme_of
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
@@ -140,10 +141,13 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     if strange or (config.get("use_sliding_window") and not layer_types):
         what = f"layer_types holds {', '.join(strange)}" if strange else "use_sliding_window is on"
         raise EngineError(f"sliding-window attention is not supported by the built-in engine: {what}")
-    for key in ("quantization_config", "partial_rotary_factor"):
-        value = config.get(key)
-        if value is not None and value != 1.0:
-            raise EngineError(f"{key}={value!r} is not supported by the built-in engine")
+    value = config.get("partial_rotary_factor")
+    if value is not None and value != 1.0:
+        raise EngineError(f"partial_rotary_factor={value!r} is not supported by the built-in engine")
+    try:
+        scheme_of(config)
+    except WeightError as error:
+        raise EngineError(f"quantization_config is not supported by the built-in engine: {error}") from error
 
 
 def _rope(config: Mapping[str, Any], context_tokens: int) -> Rope:
