@@ -300,8 +300,8 @@ class CutLink:
         self.cut = cut
         self.link = link
 
-    async def offers(self, version: int, held: Sequence[words.Held], wait_s: float) -> words.Offers:
-        return await self.link.offers(version, held, wait_s)
+    async def offers(self, version: int, held: Sequence[words.Held], wait_s: float, scheme: str = "") -> words.Offers:
+        return await self.link.offers(version, held, wait_s, scheme)
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
         return await self.link.manifest(encoding, wait_s, relay_port)

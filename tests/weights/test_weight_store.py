@@ -462,8 +462,8 @@ class GatedLink:
         self.gate = gate
         self.link = link
 
-    async def offers(self, version: int, held: Sequence[words.Held], wait_s: float) -> words.Offers:
-        return await self.link.offers(version, held, wait_s)
+    async def offers(self, version: int, held: Sequence[words.Held], wait_s: float, scheme: str = "") -> words.Offers:
+        return await self.link.offers(version, held, wait_s, scheme)
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
         return await self.link.manifest(encoding, wait_s, relay_port)
@@ -539,7 +539,7 @@ class LyingTransport:
     async def connect(self, source: str, connect_s: float = 10.0) -> LyingTransport:
         return self
 
-    async def offers(self, version: int, held: Sequence[words.Held], wait_s: float) -> words.Offers:
+    async def offers(self, version: int, held: Sequence[words.Held], wait_s: float, scheme: str = "") -> words.Offers:
         return words.Offers(raw_nbytes=1, offers=(words.Offer(steps=(self.manifest_.encoding,), nbytes=1),))
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:

@@ -77,9 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--connections", type=count, default=2, metavar="N", help="of one weight pull (%(default)s)")
     parser.add_argument(
         "--weights-codec",
-        choices=("auto", "raw", "lossless", "delta"),
+        choices=("auto", "raw", "lossless", "delta", "int8", "fp8"),
         default="auto",
-        help="how weights come: as they are, compressed, or as differences; auto measures (%(default)s)",
+        help="how weights come: as they are, compressed, as differences, or quantized; auto measures (%(default)s)",
     )
     parser.add_argument(
         "--no-weights-base", action="store_true", help="keep no version in memory to apply differences to"

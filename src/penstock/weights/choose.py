@@ -12,10 +12,13 @@ from penstock.errors import WeightError
 from penstock.weights.manifest import Encoding
 from penstock.weights.protocol import Offer
 
-__all__ = ["CODEC_CHOICES", "Rates", "choose", "time_s"]
+__all__ = ["CODEC_CHOICES", "QUANTIZED", "Rates", "choose", "time_s"]
 
-CODEC_CHOICES = ("auto", "raw", "lossless", "delta")
-DEFAULT_DECODE = {"lossless": 1.5e9, "delta": 6e9}
+QUANTIZED = ("int8", "fp8")
+"""Choices that change the weights, so they are made by name alone and never by `auto`."""
+CODEC_CHOICES = ("auto", "raw", "lossless", "delta", *QUANTIZED)
+DEFAULT_DECODE = {"lossless": 1.5e9, "delta": 6e9} | dict.fromkeys(QUANTIZED, 1.5e9)
+DEFAULT_DECODE |= {f"{scheme}-delta": 6e9 for scheme in QUANTIZED}
 """Bytes of raw weights that a core decodes in a second, until it was measured."""
 DEFAULT_LINK = 1e9
 """Bytes a second, until it was measured: with a fast link assumed, the first version comes as it is, which measures."""
@@ -63,7 +66,8 @@ def time_s(offer: Offer, raw_nbytes: int, rates: Rates) -> float:
 def choose(offers: Sequence[Offer], raw_nbytes: int, rates: Rates, codec: str = "auto") -> Offer:
     """The offer that ends soonest; of equals the first. With another `codec` than auto, among those of that codec.
 
-    A fixed codec that is not to be had (no common base, say) falls back: delta to lossless, lossless to raw.
+    A fixed codec that is not to be had (no common base, say) falls back: delta to lossless, lossless to raw. int8 and
+    fp8 mean a version quantized so, in full or as a difference, and nothing else: it is what the engine serves.
     Raises WeightError where nothing is offered that this build can decode.
     """
     for allowed in _allowed(codec):
@@ -78,6 +82,8 @@ def choose(offers: Sequence[Offer], raw_nbytes: int, rates: Rates, codec: str = 
 def _allowed(codec: str) -> Iterable[tuple[str, ...]]:
     if codec == "auto":
         return (("raw", "lossless", "delta"),)
+    if codec in QUANTIZED:
+        return ((codec, f"{codec}-delta"),)
     falls_back = ("delta", "lossless", "raw")
     return tuple((name,) for name in falls_back[falls_back.index(codec) :])
 

@@ -56,7 +56,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     version: int
     codec: str
-    """raw, lossless or delta."""
+    """raw, lossless or delta; for a quantized version its scheme, or that and -delta: int8, fp8-delta."""
     base: int | None
     """Version that the chunks are a difference to; None for a full version."""
     base_digest: str = ""

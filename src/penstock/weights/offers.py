@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from penstock.weights.encodings import Estimate
 from penstock.weights.manifest import Encoding, Manifest
-from penstock.weights.protocol import GetOffers, Offer, Offers
+from penstock.weights.protocol import GetOffers, Held, Offer, Offers
 
-__all__ = ["offers_of"]
+__all__ = ["codecs_of", "offers_of"]
 
 MAX_STEPS = 32
 
@@ -18,38 +18,46 @@ def offers_of(
 ) -> Offers:
     """Raw, lossless, a direct difference to each base, and the lightest chain from each version that is held.
 
+    Where the version is wanted quantized: the same of the quantized versions, and nothing of the others.
+
     `ready` has the encodings that are there; `estimates` what those would weigh that can be made.
     """
     target = ask.version
     weights = {key: (float(manifest.nbytes), 0.0) for key, manifest in ready.items()}
     for key, guess in estimates.items():
         weights.setdefault(key, (float(guess.nbytes), guess.encode_s))
-    offers = [Offer(steps=(Encoding(target, "raw"),), nbytes=raw_nbytes)]
-    lossless = Encoding(target, "lossless")
-    if lossless in weights:
-        offers.append(_offer((lossless,), weights))
+    offers = [] if ask.scheme else [Offer(steps=(Encoding(target, "raw"),), nbytes=raw_nbytes)]
+    full_codec, delta_codec = codecs_of(ask.scheme)
+    full = Encoding(target, full_codec)
+    if full in weights:
+        offers.append(_offer((full,), weights))
     for held in ask.held:
-        direct = Encoding(target, "delta", held.version)
+        direct = Encoding(target, delta_codec, held.version)
         if direct in estimates or _is_base(ready.get(direct), held.digest):
             offers.append(_offer((direct,), weights))
-        chain = _chain(held.version, held.digest, target, ready, weights)
+        chain = _chain(held, target, delta_codec, ready, weights)
         if len(chain) > 1:
             offers.append(_offer(chain, weights))
     return Offers(raw_nbytes=raw_nbytes, offers=tuple(offers))
 
 
+def codecs_of(scheme: str) -> tuple[str, str]:
+    """Of a full version and of a difference, where versions are quantized by `scheme`, or not (empty)."""
+    return (scheme, f"{scheme}-delta") if scheme else ("lossless", "delta")
+
+
 def _chain(
-    begin: int,
-    digest: str,
+    begin: Held,
     target: int,
+    codec: str,
     ready: Mapping[Encoding, Manifest],
     weights: Mapping[Encoding, tuple[float, float]],
 ) -> tuple[Encoding, ...]:
     """The lightest way over encoded differences. A version's number is not enough: each must be to the same weights."""
-    best: dict[int, tuple[float, str, tuple[Encoding, ...]]] = {begin: (0.0, digest, ())}
+    best: dict[int, tuple[float, str, tuple[Encoding, ...]]] = {begin.version: (0.0, begin.digest, ())}
     for key in sorted(ready, key=lambda key: (key.version, -1 if key.base is None else key.base)):
         came = None if key.base is None else best.get(key.base)
-        if came is None or key.codec != "delta" or key.version > target or len(came[2]) >= MAX_STEPS:
+        if came is None or key.codec != codec or key.version > target or len(came[2]) >= MAX_STEPS:
             continue
         manifest = ready[key]
         if manifest.base_digest != came[1]:

@@ -36,7 +36,15 @@ DTYPE_BYTES = {
 }
 """Bytes of one element, by the names of the safetensors format."""
 
-CODECS = {"raw": False, "lossless": False, "delta": True}
+CODECS = {
+    "raw": False,
+    "lossless": False,
+    "delta": True,
+    "int8": False,
+    "int8-delta": True,
+    "fp8": False,
+    "fp8-delta": True,
+}
 """Codecs that a puller of this build can decode, and whether they need a base."""
 WIRE_SLACK_BYTES = 1024
 """A coded chunk may be four times its raw size and so much: a difference to something wholly other is no smaller than

@@ -105,6 +105,8 @@ class GetOffers(_Message, tag="get_offers"):
     held: tuple[Held, ...] = ()
     wait_s: float = 0.0
     """For a version that is being published."""
+    scheme: str = ""
+    """By which the version is to be quantized (int8 or fp8); empty for the weights as they are."""
 
 
 class Offers(_Message, tag="offers"):

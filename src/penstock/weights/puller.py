@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from penstock.errors import MissingExtra, WeightError
-from penstock.weights.choose import Rates, choose
+from penstock.weights.choose import QUANTIZED, Rates, choose
 from penstock.weights.fetch import Fetch
 from penstock.weights.manifest import Encoding, Manifest, StagedWeights, decode_manifest, is_authentic
 from penstock.weights.memory import host_buffer
@@ -131,7 +131,8 @@ class _Pull:
             return (Encoding(self._version),)
         held = [Held(base.version, base.manifest.digest)] if base is not None and base.stream.nbytes else []
         began = time.monotonic()
-        offered = await first.call(lambda link: link.offers(self._version, held, WAIT_S))
+        scheme = codec if codec in QUANTIZED else ""
+        offered = await first.call(lambda link: link.offers(self._version, held, WAIT_S, scheme))
         self.rates.round_trip_s = min(time.monotonic() - began, 0.1)
         return choose(offered.offers, offered.raw_nbytes, self.rates, codec).steps
 

@@ -25,9 +25,10 @@ from penstock.errors import MissingExtra, PortInUse, WeightError
 from penstock.weights.encodings import Encoded, Estimate, encode, estimate, raw_manifest_of
 from penstock.weights.manifest import Encoding, Manifest, TensorEntry, encode_manifest, sign_manifest
 from penstock.weights.memory import host_buffer, usable_cores
-from penstock.weights.offers import offers_of
-from penstock.weights.plan import Bytes, check_tensor, cut_runs, digest, tensor_offsets
+from penstock.weights.offers import codecs_of, offers_of
+from penstock.weights.plan import CODECS, Bytes, check_tensor, cut_runs, digest, tensor_offsets
 from penstock.weights.protocol import GetOffers, NoSuchVersion, NotReady, Offers
+from penstock.weights.quantization import SCHEME_DTYPES, quantize
 from penstock.weights.server import Lease, serve
 from penstock.weights.tcp import format_address
 
@@ -131,7 +132,10 @@ class WeightStore:
         self._coded: dict[Encoding, Future[_Coded]] = {}
         self._estimates: dict[Encoding, Estimate] = {}
         self._relays: dict[Encoding, list[str]] = {}
-        self._deltas_wanted = False
+        self._quantized: dict[tuple[int, str], Future[_Version]] = {}
+        """By version and scheme, as far as somebody has asked."""
+        self._deltas_wanted: set[str] = set()
+        """Codecs."""
         self._spare: memoryview | None = None
         self._counts: Counter[str] = Counter()
         self._cores = threads or usable_cores()
@@ -229,7 +233,7 @@ class WeightStore:
                 self._versions[version] = held
                 del self._pending[version]
                 self._collect()
-                if self._deltas_wanted and not self._closed and before is not None:
+                if not self._closed and before is not None:
                     self._code_ahead(before.manifest, held.manifest)
         except BaseException as error:
             with self._lock:
@@ -305,7 +309,7 @@ class WeightStore:
                 continue
             if coded.exception() is not None:
                 del self._coded[key]
-            elif key.codec == "delta":
+            elif key.base is not None:
                 left -= coded.result().encoded.manifest.nbytes
                 deltas += 1
                 if left < 0 or deltas > KEEP_DELTAS:
@@ -316,6 +320,9 @@ class WeightStore:
         for table in (self._estimates, self._relays):
             for key in [key for key in table if key.version < oldest]:
                 del table[key]
+        for version, scheme in list(self._quantized):
+            if version not in self._versions and self._quantized[version, scheme].done():
+                del self._quantized[version, scheme]
 
     def _buffer(self, nbytes: int) -> memoryview:
         """Memory for a version: that of the last one collected where it fits, since fresh pages cost far more."""
@@ -327,7 +334,29 @@ class WeightStore:
         """Begins the difference that agents will ask for; the lock is held by the caller."""
         # Only while its base is there: a trainer that publishes faster than this encodes skips some.
         if before.version in self._versions and _comparable(before, now):
-            self._code(Encoding(now.version, "delta", before.version))
+            for codec in self._deltas_wanted:
+                self._code(Encoding(now.version, codec, before.version))
+
+    def _quantize(self, version: int, scheme: str) -> Future[_Version]:
+        """The version quantized, under way or done; the lock is held by the caller."""
+        found = self._quantized.get((version, scheme))
+        if found is not None and not (found.done() and found.exception() is not None):
+            return found
+        held = self._versions.get(version)
+        if held is None:
+            raise NoSuchVersion(f"it does not hold weight version {version} (held: {self._names()})")
+        held.readers += 1
+        found = self._quantized[version, scheme] = self._encoding.submit(self._quantized_version, held, scheme)
+        return found
+
+    def _quantized_version(self, held: _Version, scheme: str) -> _Version:
+        try:
+            threads = self._threads if self._cores > 1 else None
+            manifest, stream = quantize(held.manifest, held.stream, scheme, threads)
+            self.count(f"quantized_{scheme}")
+            return _Version(manifest, b"", stream)
+        finally:
+            self._release(held)
 
     def _code(self, key: Encoding) -> Future[_Coded]:
         """The encoding, under way or done, begun by whoever wants it first; the lock is held by the caller."""
@@ -343,17 +372,24 @@ class WeightStore:
         for one in (held, base):
             if one is not None:
                 one.readers += 1
-        coded = self._coded[key] = self._encoding.submit(self._encode, key, held, base)
+        # Begun before what needs them, on the same one thread: they are done when it begins.
+        scheme = scheme_of_codec(key.codec)
+        quantized = [self._quantize(one, scheme) for one in (key.version, key.base) if scheme and one is not None]
+        coded = self._coded[key] = self._encoding.submit(self._encode, key, held, base, quantized)
         return coded
 
-    def _encode(self, key: Encoding, held: _Version, base: _Version | None) -> _Coded:
+    def _encode(
+        self, key: Encoding, held: _Version, base: _Version | None, quantized: list[Future[_Version]]
+    ) -> _Coded:
         try:
+            new = quantized[0].result() if quantized else held
+            old = quantized[1].result() if quantized and base is not None else base
             encoded = encode(
-                held.manifest,
-                held.stream,
+                new.manifest,
+                new.stream,
                 key.codec,
-                None if base is None else base.manifest,
-                None if base is None else base.stream,
+                None if old is None else old.manifest,
+                None if old is None else old.stream,
                 self._threads if self._cores > 1 else None,
             )
             self.count(f"encoded_{key.codec}")
@@ -380,6 +416,8 @@ class WeightStore:
 
     async def offers(self, ask: GetOffers) -> Offers:
         await self._published(ask.version, ask.wait_s)
+        if ask.scheme:
+            await self._quantized_soon((ask.version, *(one.version for one in ask.held)), ask.scheme, ask.wait_s)
         if ask.held:
             await self._coded_soon(ask.version, min(ask.wait_s, SOON_S))
         return await asyncio.to_thread(self._offers, ask)
@@ -389,22 +427,35 @@ class WeightStore:
             held = self._versions.get(ask.version)
             if held is None:
                 raise NoSuchVersion(f"it does not hold weight version {ask.version} (held: {self._names()})")
-            held.readers += 1
+            new = self._shown(ask.version, ask.scheme)
+            if new is None:
+                raise NotReady(f"weight version {ask.version} is not quantized to {ask.scheme} yet")
+            shown = {one.version: self._shown(one.version, ask.scheme) for one in ask.held}
             bases = {
-                one.version: self._versions[one.version]
+                one.version: base
                 for one in ask.held
-                if one.version in self._versions and self._versions[one.version].manifest.digest == one.digest
+                if (base := shown[one.version]) is not None
+                and base.manifest.digest == one.digest
+                and _comparable(base.manifest, new.manifest)
             }
-            bases = {version: base for version, base in bases.items() if _comparable(base.manifest, held.manifest)}
-            for base in bases.values():
-                base.readers += 1
+            pinned = [held, *(self._versions[version] for version in bases)]
+            for version in pinned:
+                version.readers += 1
         try:
-            wanted = [Encoding(ask.version, "lossless"), *(Encoding(ask.version, "delta", base) for base in bases)]
-            estimates = {key: found for key in wanted if (found := self._estimated(key, held, bases)) is not None}
-            return offers_of(ask, held.manifest.raw_nbytes, self._ready(), estimates)
+            full, delta = codecs_of(ask.scheme)
+            wanted = [Encoding(ask.version, full), *(Encoding(ask.version, delta, base) for base in bases)]
+            estimates = {key: found for key in wanted if (found := self._estimated(key, new, bases)) is not None}
+            return offers_of(ask, new.manifest.raw_nbytes, self._ready(), estimates)
         finally:
-            for one in (held, *bases.values()):
-                self._release(one)
+            for version in pinned:
+                self._release(version)
+
+    def _shown(self, version: int, scheme: str) -> _Version | None:
+        """A version that is held, as it is or quantized; None where it is not there. The lock is held."""
+        if version not in self._versions or not scheme:
+            return self._versions.get(version)
+        quantized = self._quantized.get((version, scheme))
+        return quantized.result() if quantized is not None and quantized.done() else None
 
     def _ready(self) -> dict[Encoding, Manifest]:
         with self._lock:
@@ -431,13 +482,12 @@ class WeightStore:
             await self._published(encoding.version, wait_s)
             held = self._hold(encoding.version)
             return _RawLease(self, held)
-        if encoding.codec not in ("lossless", "delta"):
+        if encoding.codec not in CODECS:
             raise NoSuchVersion(f"it knows no codec {encoding.codec!r}")
-        with self._lock:
-            if encoding.codec == "delta":
-                self._deltas_wanted = True
         await self._published(encoding.version, wait_s)
         with self._lock:
+            if encoding.base is not None:
+                self._deltas_wanted.add(encoding.codec)
             coding = self._code(encoding)
         return _CodedLease(await _within(coding, wait_s, f"{encoding} is being encoded"))
 
@@ -457,6 +507,18 @@ class WeightStore:
             coding = [coded for key, coded in self._coded.items() if key.version == version and not coded.done()]
         if coding:
             await asyncio.wait([asyncio.wrap_future(one) for one in coding], timeout=wait_s)
+
+    async def _quantized_soon(self, versions: Iterable[int], scheme: str, wait_s: float) -> None:
+        """Begins what is not quantized yet, and waits. Raises NotReady where it takes longer."""
+        if scheme not in SCHEME_DTYPES:
+            raise NoSuchVersion(f"it knows no quantization {scheme!r}")
+        with self._lock:
+            wanted = [self._quantize(version, scheme) for version in versions if version in self._versions]
+        try:
+            for quantizing in wanted:
+                await _within(quantizing, wait_s, f"weights are being quantized to {scheme}")
+        except MissingExtra as error:
+            raise NoSuchVersion(str(error)) from error
 
     async def _published(self, version: int, wait_s: float) -> None:
         with self._lock:
@@ -508,6 +570,12 @@ class _CodedLease:
 
     def close(self) -> None:
         self._chunks = ()
+
+
+def scheme_of_codec(codec: str) -> str:
+    """The quantization that a codec goes with; empty for none."""
+    scheme = codec.removesuffix("-delta")
+    return scheme if scheme in SCHEME_DTYPES else ""
 
 
 async def _within(future: Future[T], wait_s: float, what: str) -> T:

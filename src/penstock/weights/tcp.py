@@ -57,8 +57,11 @@ IO_S = 20.0
 class WeightLink(Protocol):
     """One connection to whatever holds weight versions. Raises LinkLost where another try may succeed."""
 
-    async def offers(self, version: int, held: Sequence[Held], wait_s: float) -> Offers:
-        """How `version` can be had by one that holds `held`; waits for one that is being published."""
+    async def offers(self, version: int, held: Sequence[Held], wait_s: float, scheme: str = "") -> Offers:
+        """How `version` can be had by one that holds `held`; waits for one that is being published.
+
+        With `scheme`, how it can be had quantized.
+        """
         ...
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
@@ -203,8 +206,8 @@ class TcpLink:
         if not proven(token, "store", nonce, challenge.nonce, accepted.mac):
             raise TokenRefused(f"the weight store at {self._source} does not hold this run's token")
 
-    async def offers(self, version: int, held: Sequence[Held], wait_s: float) -> Offers:
-        reply = await self._ask(GetOffers(version=version, held=tuple(held), wait_s=wait_s), wait_s)
+    async def offers(self, version: int, held: Sequence[Held], wait_s: float, scheme: str = "") -> Offers:
+        reply = await self._ask(GetOffers(version=version, held=tuple(held), wait_s=wait_s, scheme=scheme), wait_s)
         if not isinstance(reply, Offers):
             raise BadMessage(f"{self._source} answered a request for offers with {type(reply).__name__}")
         return reply

@@ -11,11 +11,19 @@ from penstock.errors import WeightError
 from penstock.weights.codecs.base import Bytes, Codec
 from penstock.weights.codecs.delta import DeltaCodec
 from penstock.weights.codecs.lossless import LosslessCodec
+from penstock.weights.codecs.quantized import QuantizedCodec
 from penstock.weights.codecs.raw import RawCodec
 
-__all__ = ["CODECS", "Bytes", "Codec", "DeltaCodec", "LosslessCodec", "RawCodec", "get_codec"]
+__all__ = ["CODECS", "Bytes", "Codec", "DeltaCodec", "LosslessCodec", "QuantizedCodec", "RawCodec", "get_codec"]
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawCodec(), LosslessCodec(), DeltaCodec())}
+_CODECS: tuple[Codec, ...] = (
+    RawCodec(),
+    LosslessCodec(),
+    DeltaCodec(),
+    *(QuantizedCodec(scheme, scheme, LosslessCodec()) for scheme in ("int8", "fp8")),
+    *(QuantizedCodec(f"{scheme}-delta", scheme, DeltaCodec()) for scheme in ("int8", "fp8")),
+)
+CODECS: dict[str, Codec] = {codec.name: codec for codec in _CODECS}
 """Every codec of this build, by the name that manifests use."""
 
 

@@ -35,6 +35,11 @@ class Codec(Protocol):
         """Whether a chunk is a difference to the same range of another version."""
         ...
 
+    @property
+    def quantizes(self) -> str:
+        """The scheme by which a version is quantized before its chunks are coded; empty for none."""
+        ...
+
     def encode(self, new: Bytes, base: Bytes | None, dtype: str) -> bytes:
         """The bytes for the wire of `new`, whole elements of `dtype` (a name of the safetensors format).
 

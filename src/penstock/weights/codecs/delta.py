@@ -34,6 +34,7 @@ Indices = npt.NDArray[np.int64]
 class DeltaCodec:
     name = "delta"
     needs_base = True
+    quantizes = ""
 
     def encode(self, new: Bytes, base: Bytes | None, dtype: str) -> bytes:
         if base is None or len(base) != len(new):

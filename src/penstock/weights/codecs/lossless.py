@@ -25,6 +25,7 @@ WIDTHS = {"F16": 2, "I16": 2, "U16": 2, "F64": 8, "I32": 4, "U32": 4, "I64": 8, 
 class LosslessCodec:
     name = "lossless"
     needs_base = False
+    quantizes = ""
 
     def encode(self, new: Bytes, base: Bytes | None, dtype: str) -> bytes:
         return b"".join(piece for plane in split_planes(new, dtype) for piece in pack(plane))

@@ -11,6 +11,7 @@ __all__ = ["RawCodec"]
 class RawCodec:
     name = "raw"
     needs_base = False
+    quantizes = ""
 
     def encode(self, new: Bytes, base: Bytes | None, dtype: str) -> bytes:
         return bytes(new)
