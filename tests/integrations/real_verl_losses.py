@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from penstock.config.run import TrainConfig
 from penstock.train.losses import aggregate, approximate_kl
@@ -26,6 +26,8 @@ LOSSES = [
     ("gpg", "gpg", {}, TOKENS),
     ("dppo_tv", "dppo_tv", {"ratio_cap": 3.0}, TOKENS),
     ("dppo_kl", "dppo_kl", {"ratio_cap": 3.0}, TOKENS),
+    ("clip_cov", "clip_cov", {"cov_share": 0.2, "cov_low": 0.05, "cov_high": 2.0}, TOKENS),
+    ("kl_cov", "kl_cov", {"cov_share": 0.2, "cov_kl_coef": 0.7}, TOKENS),
 ]
 """Name here, name there, options that stand for verl's defaults, aggregation."""
 
@@ -50,13 +52,18 @@ def test_a_loss_and_its_gradient_are_those_of_verl(
         clip_ratio=0.2,
         clip_ratio_low=0.2,
         clip_ratio_high=0.3,
+        policy_loss=PolicyLossConfig(
+            clip_cov_ratio=0.2, clip_cov_lb=0.05, clip_cov_ub=2.0, kl_cov_ratio=0.2, ppo_kl_coef=0.7
+        ),
     )
     one_BT, other_BT = new_BT.clone().requires_grad_(), new_BT.clone().requires_grad_()
     advantages_BT = advantages_B.unsqueeze(1).expand(B, T)
+    torch.manual_seed(3)
     expected, _ = get_policy_loss_fn(theirs)(old_BT, one_BT, advantages_BT, MASK_BT.float(), aggregation, config)
     expected.backward()
+    torch.manual_seed(3)
     ours = TrainConfig(clip_low=0.2, clip_high=0.3, **options)
-    found = aggregate(get_loss(mine)(other_BT, old_BT, advantages_B, MASK_BT, ours).loss_BT, MASK_BT, aggregation, T)
+    found = aggregate(get_loss(mine)(other_BT, old_BT, advantages_BT, MASK_BT, ours).loss_BT, MASK_BT, aggregation, T)
     found.backward()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(other_BT.grad, one_BT.grad, rtol=1e-5, atol=1e-6)
@@ -71,7 +78,12 @@ def test_an_aggregation_is_verls(aggregation: str) -> None:
     torch.testing.assert_close(aggregate(values_BT, MASK_BT, aggregation, T), expected)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])
-def test_a_kl_estimator_is_verls(estimator: str) -> None:
+@pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"])
+def test_a_kl_estimator_and_its_gradient_are_verls(estimator: str) -> None:
     new_BT, old_BT, _ = drawn(1.0)
-    torch.testing.assert_close(approximate_kl(new_BT, old_BT, estimator), kl_penalty(new_BT, old_BT, estimator))
+    one_BT, other_BT = new_BT.clone().requires_grad_(), new_BT.clone().requires_grad_()
+    found, expected = approximate_kl(one_BT, old_BT, estimator), kl_penalty(other_BT, old_BT, estimator)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(one_BT.grad, other_BT.grad)

@@ -65,7 +65,7 @@ def gradients(actor: Actor, budget: int) -> list[torch.Tensor]:
     actor.begin_step()
     for batch in passes_of(budget):
         actor.accumulate(batch)
-    denominator = actor._denominator
+    denominator = actor.mini_batch.denominator
     assert denominator is not None
     return [(parameter.grad / denominator).cpu() for parameter in actor.model.parameters()]
 
@@ -149,7 +149,7 @@ def test_the_gradient_is_that_of_the_written_out_loss(model_folder: Path, aggreg
     actor.model.zero_grad()
     batch = passes_of(10_000)[0].to(actor.device)
     scores = score_tokens(actor.model, batch, entropy_gradient=True)
-    clip = ppo_clip(scores.logprobs_BT, batch.rollout_logprobs_BT, batch.advantages_B, 0.1, 0.3)
+    clip = ppo_clip(scores.logprobs_BT, batch.rollout_logprobs_BT, batch.advantages_BT, 0.1, 0.3)
     kl = approximate_kl(scores.logprobs_BT, score_tokens(reference, batch).logprobs_BT, "k3")
     loss = clip.loss_BT + 0.5 * kl - 0.02 * scores.entropy_BT
     aggregate(loss, batch.mask_BT, aggregation, horizon_tokens=16).backward()  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def test_the_gradient_at_a_temperature_is_that_of_the_distribution_that_drew(mod
     actor.accumulate(batch)
     assert actor.optimizer_step(0).applied
     actor.accumulate(batch)
-    found = [parameter.grad / actor._denominator for parameter in actor.model.parameters()]
+    found = [parameter.grad / actor.mini_batch.denominator for parameter in actor.model.parameters()]
 
     actor.model.zero_grad()
     total, tokens = torch.zeros((), device=actor.device), 0

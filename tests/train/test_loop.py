@@ -21,6 +21,7 @@ from penstock.rollout.client import FinishedSample
 from penstock.sample import Finish, Prompt, Sample, Score, Unscored, VersionSpan
 from penstock.train.actor import Actor
 from penstock.train.checkpoint import Checkpoints, Position, Saved
+from penstock.train.critic import Critic
 from penstock.train.edge import EdgeLoop
 from penstock.train.loop import Trainer, TrainerPorts
 from penstock.train.tally import MAX_PARTS
@@ -517,8 +518,10 @@ def test_the_watch_is_called_while_waiting_and_can_end_the_run(make_run: MakeRun
 
 def test_old_checkpoints_that_stay_are_a_warning(make_run: MakeRun, tmp_path: Path) -> None:
     class Stuck(Checkpoints):
-        def save(self, actor: Actor, position: Position) -> Saved:
-            return dataclasses.replace(super().save(actor, position), left="can't be removed: step-000000 (busy)")
+        def save(self, actor: Actor, position: Position, critic: Critic | None = None) -> Saved:
+            return dataclasses.replace(
+                super().save(actor, position, critic), left="can't be removed: step-000000 (busy)"
+            )
 
     run = make_run(checkpoints=Stuck(tmp_path / "stuck", 1), steps=1, evaluate=False)
     run.trainer.run()
@@ -586,7 +589,7 @@ def test_an_error_cancels_what_is_open_and_a_run_that_ends_well_nothing(make_run
 
 
 class FullDisk:
-    def save(self, actor: Any, position: Any) -> Any:
+    def save(self, actor: Any, position: Any, critic: Any = None) -> Any:
         raise StorageError("the checkpoint can't be written: No space left on device")
 
 

@@ -51,7 +51,7 @@ def test_the_registered_loss_takes_its_bounds_from_the_configuration() -> None:
 def test_an_unknown_loss_is_refused_with_the_known_ones_and_a_taken_name_too() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"train.loss='foo' is unknown; registered are: cispo, dppo_kl, .*, ppo_clip, sapo; .*import path",
+        match=r"train.loss='foo' is unknown; registered are: cispo, clip_cov, .*, ppo_clip, sapo; .*import path",
     ):
         get_loss("foo")
     with pytest.raises(ValueError, match="a policy loss named 'ppo_clip' is registered already"):

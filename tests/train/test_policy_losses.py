@@ -21,7 +21,7 @@ def logs(values: tuple[float, ...]) -> torch.Tensor:
 
 def lost(name: str, advantage: float, new: torch.Tensor | None = None, **options: float) -> TokenLoss:
     config = TrainConfig(**{"clip_low": 0.2, "clip_high": 0.3, **options})  # type: ignore[arg-type]
-    return get_loss(name)(logs(NEW) if new is None else new, logs(OLD), torch.tensor([advantage]), BOTH, config)
+    return get_loss(name)(logs(NEW) if new is None else new, logs(OLD), torch.full((1, 2), advantage), BOTH, config)
 
 
 def close(found: torch.Tensor, *expected: float) -> None:
@@ -63,7 +63,7 @@ def test_gspo_has_one_ratio_a_sequence() -> None:
 
 def test_gspo_leaves_padding_out_of_the_sequence() -> None:
     mask = torch.tensor([[True, False]])
-    found = get_loss("gspo")(logs(NEW), logs(OLD), torch.tensor([2.0]), mask, TrainConfig(clip_high=9.0))
+    found = get_loss("gspo")(logs(NEW), logs(OLD), torch.tensor([[2.0, 0.0]]), mask, TrainConfig(clip_high=9.0))
     torch.testing.assert_close(found.ratio_BT[0, 0], torch.tensor(1.5))
 
 
@@ -120,3 +120,38 @@ def test_at_the_policy_that_drew_every_loss_is_the_plain_policy_gradient(name: s
     new = logs(OLD).requires_grad_()
     lost(name, 2.0, new).loss_BT.mean().backward()
     close(new.grad, -1.0, -1.0)  # type: ignore[arg-type]
+
+
+def test_clip_cov_leaves_out_tokens_of_a_covariance_within_its_bounds() -> None:
+    # Advantages 1 and -1 and log-probabilities around their mean: both covariances are ln(0.3 / 0.1) / 2.
+    covariance = math.log(3) / 2
+    advantages = torch.tensor([[1.0, -1.0]])
+
+    def found(low: float, high: float, share: float = 1.0) -> TokenLoss:
+        config = TrainConfig(clip_low=0.9, clip_high=9.0, cov_low=low, cov_high=high, cov_share=share)
+        return get_loss("clip_cov")(logs(NEW), logs(OLD), advantages, BOTH, config)
+
+    close(found(covariance - 0.1, covariance + 0.1).loss_BT, 0.0, 0.0)
+    close(found(covariance + 0.1, covariance + 0.2).loss_BT, -1.5, 0.5)
+    close(found(covariance - 0.2, covariance - 0.1).loss_BT, -1.5, 0.5)
+    one = found(covariance - 0.1, covariance + 0.1, share=0.001)
+    assert int(one.clipped_BT.sum()) == 1
+    assert [value == 0 for value in one.loss_BT[0].tolist()] == one.clipped_BT[0].tolist()
+
+
+def test_kl_cov_holds_the_tokens_of_the_highest_covariance_back() -> None:
+    advantages = torch.tensor([[3.0, 1.0]])
+    mean = (math.log(0.3) + math.log(0.1)) / 2
+    assert (3 - 2) * (math.log(0.3) - mean) == pytest.approx((1 - 2) * (math.log(0.1) - mean))
+    config = TrainConfig(cov_share=1.0, cov_kl_coef=0.5)
+    found = get_loss("kl_cov")(logs(NEW), logs(OLD), advantages, BOTH, config)
+    close(found.loss_BT, -3 * 1.5 + 0.5 * math.log(1.5), -0.5 + 0.5 * math.log(2))
+    first = get_loss("kl_cov")(logs(NEW), logs(OLD), torch.tensor([[9.0, 1.0]]), torch.tensor([[True, False]]), config)
+    assert first.clipped_BT.tolist() == [[True, False]]
+
+
+def test_losses_take_an_advantage_for_each_token() -> None:
+    advantages = torch.tensor([[1.0, -2.0]])
+    config = TrainConfig(clip_low=0.9, clip_high=9.0)
+    found = get_loss("ppo_clip")(logs(NEW), logs(OLD), advantages, BOTH, config)
+    close(found.loss_BT, -1.5, 1.0)

@@ -22,8 +22,8 @@ from penstock.train.policy_losses import TokenLoss
 
 NUMBER = 3
 
-def twice_reinforce(logprobs_BT, old_logprobs_BT, advantages_B, mask_BT, config):
-    loss_BT = -2 * advantages_B.unsqueeze(1) * logprobs_BT
+def twice_reinforce(logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT, config):
+    loss_BT = -2 * advantages_BT * logprobs_BT
     return TokenLoss(loss_BT, torch.ones_like(mask_BT, dtype=torch.float32), torch.zeros_like(mask_BT))
 
 def raw_reward(rewards_B, group_B):
@@ -56,7 +56,7 @@ def test_what_can_begin_passes() -> None:
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ({"advantage": "foo"}, r"train.advantage='foo' is unknown; registered are: dr_grpo, grpo, rloo.*import path"),
+        ({"advantage": "foo"}, r"train.advantage='foo' is unknown; registered are: dr_grpo, gae, .*import path"),
         ({"loss": "foo"}, r"train.loss='foo' is unknown; registered are: cispo"),
         ({"loss": "ppo_clip:"}, r"train.loss='ppo_clip:' is not of the form 'package.module:function'"),
         ({"loss": "no_such_module:f"}, r"train.loss=.*can't import no_such_module"),
@@ -78,8 +78,8 @@ def test_what_cannot_begin_is_named_with_its_value_and_what_is_allowed(train: di
 def test_functions_of_ones_own_are_named_by_import_path(model_folder: Path) -> None:
     check(config(advantage="own_functions:raw_reward", loss="own_functions:twice_reinforce"))
     rewards = torch.tensor([1.0, 3.0])
-    assert get_advantage("own_functions:raw_reward")(rewards, torch.zeros(2)) is rewards
-    assert get_advantage("grpo") is grpo
+    assert get_advantage("own_functions:raw_reward").function(rewards, torch.zeros(2)) is rewards
+    assert get_advantage("grpo").function is grpo
     assert get_loss("own_functions:twice_reinforce").__name__ == "twice_reinforce"
     batch = collate([[5, 6], [7]], [[8, 9], [10, 11]], [[-4.0] * 2] * 2, [1.0, -0.5])
     gradients = {}

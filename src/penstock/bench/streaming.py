@@ -29,11 +29,12 @@ from penstock.observe.events import Event
 from penstock.reward.scorer import Scorer
 from penstock.rollout.client import RolloutClient
 from penstock.sample import Prompt
-from penstock.train.actor import Actor, OptimizerStep
+from penstock.train.actor import Actor
 from penstock.train.batching import collate
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.edge import EdgeLoop
 from penstock.train.loop import Trainer, TrainerPorts
+from penstock.train.mini_batch import OptimizerStep
 from penstock.train.processes import LocalProcesses
 from penstock.weights import WeightStore
 from penstock.wire import FleetStatus
@@ -75,8 +76,8 @@ class RecordingActor(Actor):
     gradient: Sequence[Tensor] = ()
 
     def optimizer_step(self, position: int) -> OptimizerStep:
-        assert self._denominator is not None
-        self.gradient = [parameter.grad / self._denominator for parameter in self.model.parameters()]
+        assert self.mini_batch.denominator is not None
+        self.gradient = [parameter.grad / self.mini_batch.denominator for parameter in self.model.parameters()]
         kept = [parameter.detach().clone() for parameter in self.model.parameters()]
         done = super().optimizer_step(position)
         with torch.no_grad():

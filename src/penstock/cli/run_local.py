@@ -40,7 +40,9 @@ from penstock.rollout.client import RolloutClient
 from penstock.rollout.doors import Role, Tokens
 from penstock.sample import Prompt
 from penstock.train.actor import Actor
+from penstock.train.advantages import get_advantage
 from penstock.train.checkpoint import Checkpoints, find_checkpoint, load_checkpoint, read_position
+from penstock.train.critic import Critic
 from penstock.train.edge import EdgeLoop
 from penstock.train.loop import Trainer, TrainerPorts
 from penstock.train.preflight import check as preflight
@@ -139,7 +141,7 @@ class _Run:
             processes.start_engine(manager_url, "the run starts")
 
         # The engines start up on their own while this process loads the model.
-        actor, start_step = self._actor(base)
+        actor, critic, start_step = self._learners(base)
         store = WeightStore(
             self.folder.name,
             config.weights.host,
@@ -193,7 +195,7 @@ class _Run:
             checkpoints=Checkpoints(self.folder / "checkpoints", config.train.keep_checkpoints),
             watch=watch,
         )
-        trainer = Trainer(config, actor, ports, start_step=start_step)
+        trainer = Trainer(config, actor, ports, critic=critic, start_step=start_step)
         try:
             trainer.run()
         except BaseException as error:
@@ -242,20 +244,23 @@ class _Run:
                 f"in {base} (max_position_embeddings)"
             )
 
-    def _actor(self, base: Path) -> tuple[Any, int]:
-        config = self.config
-        actor = Actor(
-            base,
-            config.train,
-            total_optimizer_steps=config.train.steps * config.train.mini_batches_per_step,
-            horizon_tokens=config.rollout.sampling.max_new_tokens,
-            dtype=config.model.dtype,
-        )
+    def _learners(self, base: Path) -> tuple[Actor, Critic | None, int]:
+        """Actor, the critic that its advantages ask for, and the step to go on with."""
+        config, train = self.config, self.config.train
+        shared: dict[str, Any] = {
+            "total_optimizer_steps": train.steps * train.mini_batches_per_step * train.epochs,
+            "horizon_tokens": config.rollout.sampling.max_new_tokens,
+            "dtype": config.model.dtype,
+        }
+        actor = Actor(base, train, **shared)
+        critic = None
+        if get_advantage(train.advantage).has_critic:
+            critic = Critic(Path(train.critic.path) if train.critic.path else base, train, **shared)
         if self.checkpoint is None:
-            return actor, 0
-        position = load_checkpoint(self.checkpoint, actor)
+            return actor, critic, 0
+        position = load_checkpoint(self.checkpoint, actor, critic)
         self._say(f"resumed from {self.checkpoint}")
-        return actor, position.step
+        return actor, critic, position.step
 
     def _scorers(self, edge: EdgeLoop, parts: contextlib.ExitStack) -> tuple[Scorer, Scorer]:
         """The reward's, and evaluation's apart from it, so that replacing the reward never replaces the yardstick."""

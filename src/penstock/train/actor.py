@@ -1,7 +1,7 @@
-"""The model that learns: forward and backward passes, the exact mini-batch gradient, the optimizer step.
+"""The model that learns: forward and backward passes, the optimizer step, the weights to send.
 
-Decides how a pass becomes gradient and when a step is refused (non-finite loss or gradient). Refuses to know where
-samples come from, how advantages are made and who gets the weights.
+Decides how a pass becomes gradient. Refuses to know where samples come from, how advantages are made and who gets the
+weights.
 
 Weights, gradients and optimizer state are float32. With `dtype="bfloat16"` the passes run under autocast and the
 weights are sent as bfloat16: at post-training learning rates most steps are smaller than bfloat16 can hold, and would
@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,27 +25,18 @@ from penstock.config.run import TrainConfig, old_logprobs_refusal
 from penstock.errors import CheckpointError, ConfigError, MissingExtra
 from penstock.train.batching import PassBatch
 from penstock.train.forward import TokenScores, score_tokens
-from penstock.train.losses import approximate_kl, token_weights
+from penstock.train.losses import approximate_kl, token_weights, truncated_importance
+from penstock.train.mini_batch import MiniBatch, OptimizerStep
 from penstock.train.policy_losses import get_loss
 from penstock.train.schedule import lr_at
 from penstock.train.sums import Sums
 
-__all__ = ["Actor", "NamedTensor", "OptimizerStep", "load_causal_lm", "pick_device"]
+__all__ = ["Actor", "NamedTensor", "load_causal_lm", "pick_device"]
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
 NamedTensor = tuple[str, str, tuple[int, ...], memoryview]
 """Hugging Face name, dtype as in safetensors, shape, raw little-endian bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerStep:
-    applied: bool
-    grad_norm: float
-    """Of the normalised gradient, before clipping; NaN where the mini-batch had nothing to learn from."""
-    lr: float
-    cause: str = ""
-    """Why it was not applied."""
 
 
 class Actor:
@@ -87,10 +77,11 @@ class Actor:
             fused=True,
         )
         self.sums = Sums()
+        self.kl_coef = config.kl_coef
+        """Weight of the KL penalty now; the adaptive controller moves it."""
         self.steps_skipped = 0
         """Optimizer steps refused for a non-finite loss or gradient, in the whole run."""
-        self._denominator: Tensor | None = None
-        self._loss = torch.zeros((), device=self.device)
+        self.mini_batch = MiniBatch(list(self.model.parameters()), self.optimizer, config.max_grad_norm)
         self._moved = False
         self._temperature = 1.0
         self._old_from_rollout = False
@@ -111,8 +102,7 @@ class Actor:
         self._temperature = temperature
         self._old_from_rollout = self.config.old_logprobs != "recompute" and temperature == 1.0
         self._moved = False
-        self.optimizer.zero_grad(set_to_none=True)
-        self._denominator = None
+        self.mini_batch.begin()
         if not self._old_from_rollout and self.config.mini_batches_per_step > 1:
             self._remember_weights()
 
@@ -123,25 +113,28 @@ class Actor:
         weights = token_weights(batch.mask_BT, config.aggregation, self.horizon_tokens)
         scores = self._score(self.model, batch, entropy_gradient=config.entropy_coef > 0)
         old_logprobs_BT = self._old_logprobs(batch, scores)
-        policy = self._policy_loss(scores.logprobs_BT, old_logprobs_BT, batch.advantages_B, batch.mask_BT, config)
+        policy = self._policy_loss(scores.logprobs_BT, old_logprobs_BT, batch.advantages_BT, batch.mask_BT, config)
         loss_BT = policy.loss_BT
         mask_BT = batch.mask_BT.to(torch.float32)
-        if self.reference is not None:
+        if config.rollout_correction != "off":
+            weight_BT = truncated_importance(
+                old_logprobs_BT,
+                batch.rollout_logprobs_BT,
+                batch.mask_BT,
+                config.rollout_correction_cap,
+                sequence=config.rollout_correction == "sequence",
+            )
+            loss_BT = loss_BT * weight_BT
+            self.sums.add("rollout_correction", weight_BT, mask_BT)
+        if self.reference is not None and config.kl_in == "loss":
             with torch.no_grad():
                 reference_BT = self._score(self.reference, batch).logprobs_BT
             kl_BT = approximate_kl(scores.logprobs_BT, reference_BT, config.kl_estimator)
-            loss_BT = loss_BT + config.kl_coef * kl_BT
+            loss_BT = loss_BT + self.kl_coef * kl_BT
             self.sums.add("kl", kl_BT, mask_BT)
         if config.entropy_coef > 0:
             loss_BT = loss_BT - config.entropy_coef * scores.entropy_BT
-        loss = (weights.weights_BT * loss_BT).sum()
-        loss.backward()
-        # A NaN can vanish in a clamp's backward pass, so the gradient alone doesn't tell.
-        self._loss = loss.detach() if self._denominator is None else self._loss + loss.detach()
-        if self._denominator is None or weights.constant:
-            self._denominator = weights.denominator
-        else:
-            self._denominator = self._denominator + weights.denominator
+        self.mini_batch.add(loss_BT, weights)
         self.sums.add("loss", loss_BT, weights.weights_BT)
         self.sums.add("entropy", scores.entropy_BT, mask_BT)
         self.sums.add("clip_fraction", policy.clipped_BT.to(torch.float32), mask_BT)
@@ -154,7 +147,7 @@ class Actor:
             self.sums.add("rollout_logprob_gap", gap_BT, mask_BT)
 
     def optimizer_step(self, position: int) -> OptimizerStep:
-        """Ends a mini-batch: divides the gradient once, clips it, steps; `position` counts mini-batches of the run.
+        """Ends a mini-batch; `position` counts the optimizer steps of the run.
 
         A mini-batch without any pass changes nothing. A non-finite gradient (a non-finite loss makes one) leaves
         weights and optimizer as they were and is counted.
@@ -167,24 +160,27 @@ class Actor:
             warmup=config.warmup_steps,
             schedule=config.lr_schedule,
         )
-        denominator, self._denominator = self._denominator, None
-        if denominator is None:
-            return OptimizerStep(False, math.nan, lr, "no group of the mini-batch had a signal")
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        torch._foreach_div_(gradients, denominator)
-        norm = torch.nn.utils.get_total_norm(gradients)
-        grad_norm, loss = torch.stack([norm, self._loss / denominator]).tolist()
-        if not (math.isfinite(grad_norm) and math.isfinite(loss)):
-            self.steps_skipped += 1
-            self.optimizer.zero_grad(set_to_none=True)
-            return OptimizerStep(False, grad_norm, lr, f"the loss is {loss} and the gradient's norm {grad_norm}")
-        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), config.max_grad_norm, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._moved = True
-        return OptimizerStep(True, grad_norm, lr)
+        done = self.mini_batch.step(lr)
+        self._moved |= done.applied
+        self.steps_skipped += done.refused
+        return done
+
+    @torch.no_grad()
+    def with_old_logprobs(self, batch: PassBatch) -> PassBatch:
+        """The pass with the log-probabilities that the mini-batch is learned from, as the weights stand now."""
+        batch = batch.to(self.device)
+        if self._old_from_rollout:
+            return replace(batch, old_logprobs_BT=batch.rollout_logprobs_BT)
+        model = self._snapshot if self._moved and self._snapshot is not None else self.model
+        return replace(batch, old_logprobs_BT=self._score(model, batch).logprobs_BT)
+
+    @torch.no_grad()
+    def kl_to_reference(self, batch: PassBatch) -> Tensor:
+        """float32 [B, T]: each token's KL estimate between the pass's old log-probabilities and the reference's."""
+        assert self.reference is not None
+        assert batch.old_logprobs_BT is not None
+        reference_BT = self._score(self.reference, batch.to(self.device)).logprobs_BT
+        return approximate_kl(batch.old_logprobs_BT.to(self.device), reference_BT, self.config.kl_estimator)
 
     @torch.no_grad()
     def logprobs(self, batch: PassBatch) -> Tensor:
@@ -220,6 +216,8 @@ class Actor:
     # ---- within
 
     def _old_logprobs(self, batch: PassBatch, scores: TokenScores) -> Tensor:
+        if batch.old_logprobs_BT is not None:
+            return batch.old_logprobs_BT
         if self._old_from_rollout:
             return batch.rollout_logprobs_BT
         if self._snapshot is None or not self._moved:

@@ -17,8 +17,9 @@ from penstock.observe import events
 from penstock.rollout.pack import Packer
 from penstock.sample import Prompt
 from penstock.train.intake import Intake
-from penstock.train.ports import TrainerPorts
-from penstock.train.sampling import eval_sampling_of, sampling_of
+from penstock.train.ports import SampleScorer, TrainerPorts
+from penstock.train.sampling import eval_sampling_of, greedy_of, sampling_of
+from penstock.wire import Sampling
 
 __all__ = ["Batches"]
 
@@ -32,7 +33,7 @@ CANCEL_S = 0.5
 
 
 class Batches:
-    """Batches of one run, `train-<step>` and `eval-<step>`. All calls come from the main thread."""
+    """Batches of one run, `train-<step>`, `eval-<step>` and `greedy-<step>`. All calls come from the main thread."""
 
     def __init__(self, config: RunConfig, ports: TrainerPorts, clock: Callable[[], float]) -> None:
         self._config = config
@@ -46,14 +47,18 @@ class Batches:
         self._open: dict[str, Intake] = {}
         """Submitted and not released."""
 
-    def submit_training(self, step: int, version: int, prompts: Sequence[Prompt]) -> Intake:
-        """Sends a step's prompts; their samples are scored as they finish, from now on."""
+    def submit_training(self, step: int, version: int, prompts: Sequence[Prompt], *, whole: bool = False) -> Intake:
+        """Sends a step's prompts; their samples are scored as they finish, from now on.
+
+        With `whole` groups come by the mini-batch, not as soon as a micro-batch is together.
+        """
         rollout, train = self._config.rollout, self._config.train
+        samples = len(prompts) * rollout.samples_per_prompt
         packer = Packer(
             groups_expected=len(prompts),
             samples_per_prompt=rollout.samples_per_prompt,
             mini_batch_groups=-(-len(prompts) // train.mini_batches_per_step),
-            min_samples=train.min_samples_per_micro_batch,
+            min_samples=samples if whole else train.min_samples_per_micro_batch,
             unscored=self._config.reward.unscored,
         )
         every = self._config.observe.samples_every
@@ -61,16 +66,31 @@ class Batches:
 
     def submit_evaluation(self, step: int, version: int) -> Intake:
         """Sends the held-out questions, one sample each, by the path of any other batch."""
+        kept = bool(self._config.observe.samples_every)
         prompts = self._ports.eval_prompts
-        packer = Packer(
+        return self._submit(
+            f"eval-{step}",
+            version,
+            prompts,
+            self._single(prompts),
+            kept=kept,
+            scorer=self._ports.eval_scorer,
+            sampling=self._eval_sampling,
+        )
+
+    def submit_greedy(self, step: int, version: int, prompts: Sequence[Prompt]) -> Intake:
+        """Asks for one greedy answer to each of a step's prompts."""
+        sampling = greedy_of(self._config.rollout.sampling, self._ports.stop_ids)
+        return self._submit(f"greedy-{step}", version, prompts, self._single(prompts), kept=False, sampling=sampling)
+
+    def _single(self, prompts: Sequence[Prompt]) -> Packer:
+        return Packer(
             groups_expected=len(prompts),
             samples_per_prompt=1,
             mini_batch_groups=len(prompts),
             min_samples=len(prompts),
             unscored=self._config.reward.unscored,
         )
-        kept = bool(self._config.observe.samples_every)
-        return self._submit(f"eval-{step}", version, prompts, packer, kept=kept, evaluation=True)
 
     def release(self, intake: Intake) -> None:
         """Waits for the manager's last word on a batch and lets it forget it."""
@@ -97,15 +117,15 @@ class Batches:
         packer: Packer,
         *,
         kept: bool,
-        evaluation: bool = False,
+        scorer: SampleScorer | None = None,
+        sampling: Sampling | None = None,
     ) -> Intake:
         config, ports = self._config, self._ports
-        scorer = ports.eval_scorer if evaluation and ports.eval_scorer is not None else ports.scorer
         intake = Intake(
             batch,
             prompts,
             packer,
-            scorer,
+            scorer or ports.scorer,
             ports.decoder,
             stall_s=self._stall_s,
             keep=self._kept(prompts, packer.samples_per_prompt) if kept else (),
@@ -117,7 +137,7 @@ class Batches:
             prompts=prompts,
             samples_per_prompt=packer.samples_per_prompt,
             run_seed=config.seed,
-            sampling=self._eval_sampling if evaluation else self._training_sampling,
+            sampling=sampling or self._training_sampling,
             deadline_s=config.rollout.deadline_s,
             listener=intake,
         )

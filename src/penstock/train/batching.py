@@ -33,8 +33,15 @@ class PassBatch:
     """bool: True on output tokens."""
     row_N: Tensor
     column_N: Tensor
-    advantages_B: Tensor
+    advantages_BT: Tensor
+    """float32; 0 on padding."""
     rollout_logprobs_BT: Tensor
+    old_logprobs_BT: Tensor | None = None
+    """Of the weights that the mini-batch is learned from; None: they are computed where they are needed."""
+    values_BT: Tensor | None = None
+    """The critic's, before it learned from the mini-batch."""
+    returns_BT: Tensor | None = None
+    """What the critic is to learn."""
 
     @property
     def padded_tokens(self) -> int:
@@ -47,8 +54,8 @@ class PassBatch:
     def to(self, device: torch.device) -> PassBatch:
         if device.type == "cpu":
             return self
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in self.__slots__}
-        return PassBatch(**moved)
+        tensors = {name: tensor for name in self.__slots__ if (tensor := getattr(self, name)) is not None}
+        return PassBatch(**{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 
 def split_passes(lengths: Sequence[int], tokens_per_micro_batch: int) -> list[list[int]]:
@@ -67,7 +74,7 @@ def split_passes(lengths: Sequence[int], tokens_per_micro_batch: int) -> list[li
     return passes
 
 
-def collate_samples(samples: Sequence[Sample], advantages: Sequence[float]) -> PassBatch:
+def collate_samples(samples: Sequence[Sample], advantages: Sequence[float] | None = None) -> PassBatch:
     """Lays out finished samples; their columns are copied once, flat."""
     return collate(
         [sample.prompt.token_ids for sample in samples],
@@ -85,7 +92,8 @@ def collate(
 ) -> PassBatch:
     """Right-padded tensors of B prompts and outputs. Every prompt and every output has at least one token.
 
-    `logprobs` (of the engines) and `advantages` are zero where they are left out.
+    `logprobs` (of the engines) and `advantages`, one for each sample and for all its tokens, are zero where they are
+    left out.
     """
     if not prompts or not all(prompts) or not all(outputs):
         raise ValueError("a pass needs samples, each with at least one prompt token and one output token")
@@ -101,13 +109,14 @@ def collate(
     input_ids_BL[mask_BL] = torch.frombuffer(fed, dtype=torch.int32).to(torch.int64)
     mask_BT = torch.arange(int(output_B.max())) < output_B.unsqueeze(1)
     row_N, step_N = mask_BT.nonzero(as_tuple=True)
+    advantages_B = torch.tensor(advantages or [0.0] * len(prompts), dtype=torch.float32)
     return PassBatch(
         input_ids_BL=input_ids_BL,
         output_ids_BT=_padded(outputs, mask_BT, "i"),
         mask_BT=mask_BT,
         row_N=row_N,
         column_N=prompt_B[row_N] - 1 + step_N,
-        advantages_B=torch.tensor(advantages or [0.0] * len(prompts), dtype=torch.float32),
+        advantages_BT=torch.where(mask_BT, advantages_B.unsqueeze(1), 0.0),
         rollout_logprobs_BT=_padded(logprobs, mask_BT, "f") if logprobs is not None else torch.zeros(mask_BT.shape),
     )
 

@@ -1,9 +1,10 @@
 """Checkpoints: decides what a run needs to go on bit for bit, and that a folder is there whole or not at all.
 
 A checkpoint is a Hugging Face model folder (`transformers` loads it) with `trainer.safetensors` (optimizer state and
-random state) and `trainer.json` (where the run stood). It is written beside its final place, flushed to the disk and
-renamed; a full disk leaves the older ones as they were. One that is written again is set aside under a name that is
-still found, and removed once its successor is in place. Refuses to know about the loop. No pickle.
+random state), `trainer.json` (where the run stood) and, of a run with a critic, `critic.safetensors`. It is written
+beside its final place, flushed to the disk and renamed; a full disk leaves the older ones as they were. One that is
+written again is set aside under a name that is still found, and removed once its successor is in place. Refuses to
+know about the loop. No pickle.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError, StorageError
 from penstock.train.actor import Actor, safetensors_dtype, tensor_bytes
+from penstock.train.critic import Critic
 
 __all__ = ["Checkpoints", "Position", "find_checkpoint", "load_checkpoint", "write_safetensors"]
 
 FORMAT = 1
+CRITIC_FILE = "critic.safetensors"
 _ASIDE = ".replaced-"
 _NAME = re.compile(rf"({re.escape(_ASIDE)})?step-(\d{{6,}})")
 _TEMPORARY = ".writing-"
@@ -69,7 +72,7 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
 
-    def save(self, actor: Actor, position: Position) -> Saved:
+    def save(self, actor: Actor, position: Position, critic: Critic | None = None) -> Saved:
         """Writes one checkpoint and removes those that are not kept.
 
         Raises StorageError where the disk refuses to write; older checkpoints are then as they were.
@@ -81,7 +84,7 @@ class Checkpoints:
             # Before, since a disk that is full of them would refuse; once more behind, to tell of what stays.
             _remove(self._leftovers())
             unfinished.mkdir()
-            _write(unfinished, actor, position)
+            _write(unfinished, actor, position, critic)
             nbytes = sum(file.stat().st_size for file in unfinished.iterdir())
             _put_in_place(unfinished, final)
         except OSError as error:
@@ -111,8 +114,8 @@ def find_checkpoint(folder: Path) -> Path:
     raise CheckpointError(f"{folder} is no checkpoint and holds none (folders named step-000000 with a trainer.json)")
 
 
-def load_checkpoint(path: Path, actor: Actor) -> Position:
-    """Puts a checkpoint's weights, optimizer and random state in place and says where the run stood.
+def load_checkpoint(path: Path, actor: Actor, critic: Critic | None = None) -> Position:
+    """Puts a checkpoint's weights, optimizers and random state in place and says where the run stood.
 
     Raises CheckpointError naming the file that is missing, broken or does not fit, and the checkpoint before it.
     """
@@ -120,9 +123,15 @@ def load_checkpoint(path: Path, actor: Actor) -> Position:
         position = read_position(path)
         weights = _read_safetensors(path / "model.safetensors")
         state = _read_safetensors(path / "trainer.safetensors")
+        described = json.loads((path / "trainer.json").read_text())
         _fill_weights(path / "model.safetensors", actor, weights)
         _fill_optimizer(path / "trainer.safetensors", actor, state)
-        _set_random_state(state, json.loads((path / "trainer.json").read_text())["python_random"])
+        if critic is not None:
+            _fill_critic(path / CRITIC_FILE, critic)
+        actor.steps_skipped = int(described.get("steps_skipped", 0))
+        if actor.config.kl_target:
+            actor.kl_coef = float(described.get("kl_coef", actor.kl_coef))
+        _set_random_state(state, described["python_random"])
     except CheckpointError as error:
         found = _by_age(path.parent)
         older = found[: found.index(path)] if path in found else []
@@ -165,7 +174,7 @@ def _remove(folders: Iterable[Path]) -> str:
     return f"can't be removed: {', '.join(left)}" if left else ""
 
 
-def _write(folder: Path, actor: Actor, position: Position) -> None:
+def _write(folder: Path, actor: Actor, position: Position, critic: Critic | None) -> None:
     for pattern in _TOKENIZER_FILES:
         for file in sorted(actor.folder.glob(pattern)):
             if file.is_file():
@@ -175,11 +184,15 @@ def _write(folder: Path, actor: Actor, position: Position) -> None:
     config["dtype"] = "float32"
     _write_bytes(folder / "config.json", json.dumps(config, indent=2).encode())
     write_safetensors(folder / "model.safetensors", actor.named_weights(), {"format": "pt"})
-    write_safetensors(folder / "trainer.safetensors", _trainer_tensors(actor), {})
+    write_safetensors(folder / "trainer.safetensors", [*_optimizer_tensors(actor), *_random_tensors(actor.device)], {})
+    if critic is not None:
+        weights = ((f"weight/{name}", tensor) for name, tensor in critic.named_weights())
+        write_safetensors(folder / CRITIC_FILE, [*weights, *_optimizer_tensors(critic)], {})
     described = {
         "format": FORMAT,
         **asdict(position),
         "steps_skipped": actor.steps_skipped,
+        "kl_coef": actor.kl_coef,
         "python_random": random.getstate(),
     }
     _write_bytes(folder / "trainer.json", json.dumps(described).encode())
@@ -207,13 +220,16 @@ def write_safetensors(path: Path, tensors: Iterable[tuple[str, Tensor]], metadat
         os.fsync(file.fileno())
 
 
-def _trainer_tensors(actor: Actor) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in actor.model.named_parameters():
-        for key, value in sorted(actor.optimizer.state.get(parameter, {}).items()):
+def _optimizer_tensors(learner: Actor | Critic) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in learner.model.named_parameters():
+        for key, value in sorted(learner.optimizer.state.get(parameter, {}).items()):
             yield f"optimizer/{key}/{name}", value
+
+
+def _random_tensors(device: torch.device) -> Iterator[tuple[str, Tensor]]:
     yield "random/cpu", torch.get_rng_state()
-    if actor.device.type == "cuda":
-        yield "random/cuda", torch.cuda.get_rng_state(actor.device)
+    if device.type == "cuda":
+        yield "random/cuda", torch.cuda.get_rng_state(device)
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
@@ -268,7 +284,16 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} is missing or broken: {error}") from error
 
 
-def _fill_weights(path: Path, actor: Actor, weights: dict[str, Tensor]) -> None:
+def _fill_critic(path: Path, critic: Critic) -> None:
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing: the checkpoint is of a run without a critic")
+    state = _read_safetensors(path)
+    weights = {name.removeprefix("weight/"): state.pop(name) for name in list(state) if name.startswith("weight/")}
+    _fill_weights(path, critic, weights)
+    _fill_optimizer(path, critic, state)
+
+
+def _fill_weights(path: Path, actor: Actor | Critic, weights: dict[str, Tensor]) -> None:
     wanted = dict(actor.named_weights())
     _same_names(path, set(wanted), set(weights))
     for name, tensor in wanted.items():
@@ -281,7 +306,7 @@ def _fill_weights(path: Path, actor: Actor, weights: dict[str, Tensor]) -> None:
         tensor.copy_(weights[name])
 
 
-def _fill_optimizer(path: Path, actor: Actor, state: dict[str, Tensor]) -> None:
+def _fill_optimizer(path: Path, actor: Actor | Critic, state: dict[str, Tensor]) -> None:
     parameters = dict(actor.model.named_parameters())
     for full_name, value in state.items():
         kind, _, rest = full_name.partition("/")

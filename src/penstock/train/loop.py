@@ -1,7 +1,7 @@
 """The streaming training loop.
 
 One step: its prompts are submitted; samples are scored as each finishes; complete groups become advantages, passes
-and gradient while the others still run; the optimizer steps at each mini-batch boundary; the next weight version is
+and gradient while the others still run; actor and critic step at each mini-batch boundary; the next weight version is
 published. With `train.streaming=false` groups are taken once all of them are there, and nothing else differs.
 
 The loop decides the order of these things. Who generates, who scores, where weights and records go is passed in
@@ -11,29 +11,33 @@ The loop decides the order of these things. Who generates, who scores, where wei
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.config.run import RunConfig
 from penstock.errors import RewardError, StorageError
 from penstock.observe import events
 from penstock.sample import Group
-from penstock.train.actor import Actor, OptimizerStep
-from penstock.train.advantages import get_advantage, has_signal
+from penstock.train.actor import Actor
+from penstock.train.appraisal import Appraiser
 from penstock.train.batches import Batches
-from penstock.train.batching import PassBatch, collate_samples, split_passes
+from penstock.train.batching import PassBatch
 from penstock.train.checkpoint import Position
+from penstock.train.critic import Critic
 from penstock.train.intake import Intake
+from penstock.train.losses import steered_kl_coef
+from penstock.train.mini_batch import OptimizerStep
 from penstock.train.ports import TrainerPorts
 from penstock.train.publishing import Publishing
 from penstock.train.tally import Tally, value_of
+from penstock.train.turns import Turns
 
 __all__ = ["Trainer", "TrainerPorts"]
 
 
 class Trainer:
     """Runs `config.train.steps` steps with `actor`, from step `start_step` (0, or a checkpoint's).
+
+    `critic` is what the advantage estimator asks for, or None.
 
     `run()` returns when the last step is done, evaluated and saved. It raises RolloutError for a batch that can't be
     completed, RewardError where scoring itself is broken or has scored no group at all, StorageError where the last
@@ -48,11 +52,13 @@ class Trainer:
         actor: Actor,
         ports: TrainerPorts,
         *,
+        critic: Critic | None = None,
         start_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.actor = actor
+        self.critic = critic
         self.ports = ports
         self.step = start_step
         """Steps that are done."""
@@ -65,12 +71,10 @@ class Trainer:
         """Whether the weights are those that step `self.step` begins with."""
         self._worked_through = False
         """Whether they are those that step `self.step` ends with."""
-        self._advantage = get_advantage(config.train.advantage)
-        train = config.train
-        # The KL and the entropy term learn from every group, whatever its rewards.
-        self._skips_without_signal = train.skip_groups_without_signal and train.kl_coef == train.entropy_coef == 0
+        self._appraiser = Appraiser(config.train, actor, critic)
         self._publishing = Publishing(ports, config.manager.reconnect_s)
         self._batches = Batches(config, ports, clock)
+        self._turns = Turns(config, ports, clock)
 
     # ---- the run
 
@@ -113,7 +117,11 @@ class Trainer:
         prompts = ports.prompts.for_step(step)
         tally = Tally(self.version)
         self._publishing.settle(ports.watch)
-        intake = self._batches.submit_training(step, self.version, prompts)
+        self._turns.begin(f"train-{step}", self.version, prompts)
+        estimator = self._appraiser.estimator
+        # Ahead of the samples, which can't be learned from without it.
+        greedy = self._batches.submit_greedy(step, self.version, prompts) if estimator.has_baselines else None
+        intake = self._batches.submit_training(step, self.version, prompts, whole=estimator.whole_mini_batch)
         ports.emit(
             events.StepStarted(
                 ts=time.time(),
@@ -125,8 +133,9 @@ class Trainer:
         )
         # Sent behind the training batch, it fills the engines while that one's longest samples end.
         evaluation = self._start_evaluation() if self._evaluates_before(step) else None
-        self._work_through(intake, tally)
+        self._work_through(intake, tally, self._greedy_rewards(greedy))
         self._worked_through = True
+        self._turns.trained()
         self._batches.release(intake)
         self._record_samples(intake)
         self._finish_evaluation(evaluation)
@@ -135,7 +144,12 @@ class Trainer:
         self.version += 1
         self._worked_through, self._at_boundary = False, True
         self.publish()
+        self._turns.ended(intake, tally.train_s, evaluation.waited_s if evaluation else 0.0)
         metrics = self._metrics(intake, tally, evaluation, self._clock() - began)
+        if self.config.train.kl_target and "kl" in metrics:
+            self.actor.kl_coef = steered_kl_coef(
+                self.actor.kl_coef, metrics["kl"], intake.samples_expected, self.config.train
+            )
         ports.record(step, metrics)
         ports.emit(events.StepFinished(ts=time.time(), step=step, metrics=metrics))
         report = ports.rollout.report_step(step, metrics["step_s"], tally.train_s, metrics["trainer_wait_s"])
@@ -145,41 +159,67 @@ class Trainer:
             self._save_if_possible()
         return metrics
 
-    def _work_through(self, intake: Intake, tally: Tally) -> None:
+    def _work_through(self, intake: Intake, tally: Tally, greedy: Mapping[int, float] | None) -> None:
         """Takes groups as they come; gradient for each; the optimizer at each mini-batch boundary."""
         train = self.config.train
         self.actor.begin_step(self.config.rollout.sampling.temperature)
+        if self.critic is not None:
+            self.critic.begin_step()
+        passes: list[PassBatch] = []
         while not intake.done:
-            groups = intake.take(whole=not train.streaming, watch=self.ports.watch)
+            groups = self._turns.take(intake, whole=not train.streaming)
             began = self._clock()
-            for batch in self._passes(groups, tally):
-                self.actor.accumulate(batch)
-                self.ports.watch()
+            if greedy is not None:
+                groups = self._with_baseline(groups, greedy)
+            fresh = self._appraiser.passes(groups, tally, greedy or {}, self.ports.watch)
+            self._groups_learned_from += len(groups)
+            self._learn(fresh)
+            if train.epochs > 1:
+                passes += fresh
             if intake.packer.mini_batch_complete:
-                self._at_boundary = False
-                position = self.step * train.mini_batches_per_step + intake.packer.mini_batch
-                self._note_optimizer_step(self.actor.optimizer_step(position), tally)
+                self._end_mini_batch(intake.packer.mini_batch, passes, tally)
+                passes = []
             tally.train_s += self._clock() - began
 
-    def _passes(self, groups: Sequence[Group], tally: Tally) -> list[PassBatch]:
-        """Advantages on whole groups, then the samples cut into passes by token budget."""
-        samples = [sample for group in groups for sample in group.samples]
-        if not samples:
-            return []
-        rewards_B = torch.tensor([value_of(sample) for sample in samples], dtype=torch.float32)
-        group_B = torch.tensor([k for k, group in enumerate(groups) for _ in group.samples])
-        advantages_B = self._advantage(rewards_B, group_B)
-        advantages, signal = advantages_B.tolist(), has_signal(advantages_B, group_B).tolist()
-        tally.take_in(groups, signal)
-        self._groups_learned_from += len(groups)
-        chosen = [k for k in range(len(samples)) if signal[k] or not self._skips_without_signal]
-        lengths = [len(samples[k].prompt.token_ids) + len(samples[k].token_ids) for k in chosen]
-        passes = split_passes(lengths, self.config.train.tokens_per_micro_batch)
-        tally.passes += len(passes)
-        return [
-            collate_samples([samples[chosen[k]] for k in rows], [advantages[chosen[k]] for k in rows])
-            for rows in passes
-        ]
+    def _learn(self, passes: Sequence[PassBatch]) -> None:
+        for batch in passes:
+            if self._actor_learns:
+                self.actor.accumulate(batch)
+            if self.critic is not None:
+                self.critic.accumulate(batch)
+            self.ports.watch()
+
+    def _end_mini_batch(self, mini_batch: int, passes: Sequence[PassBatch], tally: Tally) -> None:
+        """The optimizer step, and for each further epoch the same passes and another one."""
+        train = self.config.train
+        self._at_boundary = False
+        first = (self.step * train.mini_batches_per_step + mini_batch) * train.epochs
+        for position in range(first, first + train.epochs):
+            if position > first:
+                self._learn(passes)
+            if self._actor_learns:
+                self._note_optimizer_step(self.actor.optimizer_step(position), tally)
+            if self.critic is not None:
+                done = self.critic.optimizer_step(position)
+                if not done.applied:
+                    self._warn("optimizer", f"step {self.step}: the critic's step was left out: {done.cause}")
+
+    @property
+    def _actor_learns(self) -> bool:
+        return self.critic is None or self.step >= self.config.train.critic.alone_steps
+
+    def _greedy_rewards(self, intake: Intake | None) -> dict[int, float] | None:
+        """Waits for the greedy answers that rewards are compared with; their rewards by prompt."""
+        if intake is None:
+            return None
+        samples = [group.samples[0] for group in intake.take(whole=True, watch=self.ports.watch)]
+        self._batches.release(intake)
+        self._report_unscored(intake)
+        return {sample.id.prompt: value_of(sample) for sample in samples}
+
+    def _with_baseline(self, groups: Sequence[Group], greedy: Mapping[int, float]) -> list[Group]:
+        """Groups whose prompt's greedy answer has a reward; the others were told of as unscored."""
+        return [group for group in groups if group.prompt.index in greedy]
 
     # ---- edges
 
@@ -246,8 +286,13 @@ class Trainer:
             "trainer_wait_s": waited_s,
             "step_s": step_s,
             "publish_stall_s": self._publishing.stall_s,
+            **self._turns.metrics(),
             "optimizer_steps_skipped_total": float(self.actor.steps_skipped),
         }
+        if self.config.train.kl_coef:
+            counted["kl_coef"] = self.actor.kl_coef
+        if self.critic is not None:
+            counted |= self.critic.sums.means()
         return {**tally.metrics(), **self.actor.sums.means(), **counted}
 
     def _note_optimizer_step(self, done: OptimizerStep, tally: Tally) -> None:
@@ -287,7 +332,9 @@ class Trainer:
 
     def _save(self) -> None:
         began = time.perf_counter()
-        saved = self.ports.checkpoints.save(self.actor, Position(self.step, self.version, self.config.seed))
+        saved = self.ports.checkpoints.save(
+            self.actor, Position(self.step, self.version, self.config.seed), self.critic
+        )
         if saved.left:
             self._warn("checkpoint", f"{saved.path} is written; older ones {saved.left}")
         self._saved_step = self.step

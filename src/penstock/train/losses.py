@@ -11,11 +11,12 @@ of all passes' denominators.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from penstock.config.run import TrainConfig
 from penstock.train.policy_losses import MAX_LOG_RATIO
 
 __all__ = [
@@ -24,20 +25,27 @@ __all__ = [
     "TokenWeights",
     "aggregate",
     "approximate_kl",
+    "steered_kl_coef",
     "token_weights",
+    "truncated_importance",
 ]
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-KlEstimator = Literal["k1", "abs", "k2", "k3"]
+KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 
 
 def approximate_kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, estimator: KlEstimator) -> Tensor:
     """Per-token estimate of KL(policy || reference) from tokens that the policy drew.
 
     Schulman 2020, "Approximating KL Divergence". With d = log policy - log reference:
-    k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+    k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. With a "+" the value is the estimator's and the gradient
+    that of k2, whose expectation is the gradient of the KL divergence (the others' is not); as in verl.
     """
     d_BT = logprobs_BT - reference_logprobs_BT.detach()
+    if estimator.endswith("+"):
+        value_BT = approximate_kl(logprobs_BT, reference_logprobs_BT, cast(KlEstimator, estimator[:-1])).detach()
+        k2_BT = 0.5 * d_BT * d_BT
+        return k2_BT - k2_BT.detach() + value_BT
     if estimator == "k1":
         return d_BT
     if estimator == "abs":
@@ -48,6 +56,30 @@ def approximate_kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, estimator
         bounded_BT = d_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return torch.expm1(-bounded_BT) + bounded_BT
     raise ValueError(f"unknown KL estimator {estimator!r}")
+
+
+def steered_kl_coef(coef: float, kl: float, samples: int, config: TrainConfig) -> float:
+    """The KL penalty's weight after `samples` samples whose mean divergence was `kl` (arXiv 1909.08593, section 2.2).
+
+    coef (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon), with `config.kl_target` and
+    `config.kl_horizon_samples`; never below 0.
+    """
+    error = min(0.2, max(-0.2, kl / config.kl_target - 1.0))
+    return max(0.0, coef * (1.0 + error * samples / config.kl_horizon_samples))
+
+
+def truncated_importance(
+    old_logprobs_BT: Tensor, rollout_logprobs_BT: Tensor, mask_BT: Tensor, cap: float, *, sequence: bool = False
+) -> Tensor:
+    """min(p_trainer / p_engine, cap) for each token, without gradient: corrects for what engines compute differently.
+
+    Truncated importance sampling (TIS; verl's `rollout_is`), with `sequence` of the whole answer's probabilities and
+    one weight for all its tokens. 1 on padding.
+    """
+    gap_BT = ((old_logprobs_BT - rollout_logprobs_BT).detach() * mask_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if sequence:
+        gap_BT = gap_BT.sum(dim=1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand_as(gap_BT)
+    return torch.where(mask_BT, gap_BT.exp().clamp(max=cap), 1.0)
 
 
 class TokenWeights(NamedTuple):

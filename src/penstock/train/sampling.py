@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from penstock.config.run import RunConfig, SamplingConfig
 from penstock.wire import Sampling
 
-__all__ = ["eval_sampling_of", "sampling_of"]
+__all__ = ["eval_sampling_of", "greedy_of", "sampling_of"]
 
 
 def sampling_of(config: SamplingConfig, stop_ids: Sequence[int]) -> Sampling:
@@ -28,8 +28,10 @@ def eval_sampling_of(config: RunConfig, stop_ids: Sequence[int]) -> Sampling:
     """Evaluation's sampling: the configured one, or greedy with training's limit and stop ids."""
     if config.rollout.eval_sampling is not None:
         return sampling_of(config.rollout.eval_sampling, stop_ids)
-    training = config.rollout.sampling
-    greedy = SamplingConfig(
-        max_new_tokens=training.max_new_tokens, temperature=0.0, stop_token_ids=training.stop_token_ids
-    )
+    return greedy_of(config.rollout.sampling, stop_ids)
+
+
+def greedy_of(config: SamplingConfig, stop_ids: Sequence[int]) -> Sampling:
+    """The likeliest token each time, with a sampling configuration's limit and stop ids."""
+    greedy = SamplingConfig(max_new_tokens=config.max_new_tokens, temperature=0.0, stop_token_ids=config.stop_token_ids)
     return sampling_of(greedy, stop_ids)
