@@ -147,6 +147,11 @@ class RolloutConfig(_Section):
     """Engines that share the trainer's own devices generate for a window of each step and then hand over to training:
     as long as is worked out to be best (`auto`), or so many seconds. `off`: they generate whenever there is work, beside
     training, as on devices of their own. Without a machine from outside they generate to the step's end (docs/windows.md)."""
+    window: Literal["off", "auto"] | Annotated[float, Field(ge=0)] = "off"
+    """Engines that share the trainer's own devices generate for a window of each step, then hand over to training: for
+    as long as is worked out to be best (`auto`), or so many seconds. `off`: they generate when there is work, beside
+    training, as on devices of their own. Without a machine from outside the window is as long as the rollout
+    (docs/windows.md)."""
     max_pending_per_instance: int = Field(default=16, ge=1)
     """Samples sent to an instance beyond what it can run at once; the rest wait at the manager."""
     balance: str = Field(default="penstock.rollout.balanced:Balanced", pattern=r"^[\w.]+:\w+$")

@@ -46,6 +46,8 @@ from penstock.wire import (
     StepReport,
     SubmitBatch,
     TrainerHello,
+    TrainerTurn,
+    TurnGranted,
     VersionPublished,
     column_bytes,
     decode_from_manager,
@@ -103,6 +105,9 @@ class RolloutClient:
         self._unreleased: set[str] = set()
         """Batches whose end has been heard."""
         self._published: dict[int, VersionPublished] = {}
+        self._turn: TrainerTurn | None = None
+        """Said last."""
+        self._grant: asyncio.Future[float] | None = None
         self._settled = asyncio.Event()
         """The manager knows what it should, or is given up."""
         self._send_lock = asyncio.Lock()
@@ -182,6 +187,21 @@ class RolloutClient:
     async def report_step(self, step: int, step_s: float, train_s: float, trainer_wait_s: float) -> None:
         """Tells the manager how a step went, so that it can judge how many machines are worth having."""
         await self._send(StepReport(step=step, step_s=step_s, train_s=train_s, trainer_wait_s=trainer_wait_s))
+
+    async def take_turn(self, turn: TrainerTurn) -> float:
+        """Says where the trainer stands on its own devices; this side gives the number.
+
+        With state "wants" it returns once they are the trainer's, with the seconds that the engines on them generated
+        in this step; else 0.0 at once. Raises RolloutError where the manager is given up before.
+        """
+        number = self._turn.number + 1 if self._turn is not None else 1
+        self._turn = msgspec.structs.replace(turn, number=number)
+        if turn.state != "wants":
+            await self._send(self._turn)
+            return 0.0
+        self._grant = asyncio.get_running_loop().create_future()
+        await self._send(self._turn)
+        return await self._grant
 
     async def close(self) -> None:
         """Ends the connection. Batches that are still open are told so."""
@@ -337,18 +357,22 @@ class RolloutClient:
             raise RolloutError("the rollout client is not connected")
         versions: dict[int, VersionPublished] = {}
         batches: set[str] = set()
+        turn: TrainerTurn | None = None
         while True:
             # Versions in the order in which they were published, and before the batches that need them.
-            frame: VersionPublished | SubmitBatch | None
+            frame: VersionPublished | SubmitBatch | TrainerTurn | None
             frame = next((told for told in self._published.values() if versions.get(told.version) is not told), None)
             if frame is not None:
                 versions[frame.version] = frame
             else:
                 name = next((name for name in self._open if name not in batches), None)
-                if name is None:
+                if name is not None:
+                    batches.add(name)
+                    frame = self._open[name].again()
+                elif self._turn is not turn and self._turn is not None:
+                    turn = frame = self._turn
+                else:
                     return
-                batches.add(name)
-                frame = self._open[name].again()
             await self._send_bytes(socket, frame, encode(frame))
 
     async def _read(self, manager: str) -> _Lost:
@@ -396,6 +420,11 @@ class RolloutClient:
             batch = self._open.pop(frame.batch, None)
             if batch is not None:
                 batch.listener.on_failed((DeadlineExceeded if frame.deadline else RolloutError)(frame.cause))
+        elif isinstance(frame, TurnGranted):
+            if self._turn is not None and frame.number == self._turn.number:
+                self._turn.granted = True
+                if self._grant is not None and not self._grant.done():
+                    self._grant.set_result(frame.window_s)
         elif isinstance(frame, FleetStatus):
             self._on_status(frame)
         elif isinstance(frame, EventFrame):
@@ -410,6 +439,8 @@ class RolloutClient:
     def _give_up(self, lost: _Lost) -> None:
         self._lost = lost
         self._settled.set()
+        if self._grant is not None and not self._grant.done():
+            self._grant.set_exception(lost.error())
         given_up, self._open = self._open, {}
         for batch, open_batch in given_up.items():
             try:

@@ -262,10 +262,12 @@ class Windows:
 
     def _why_generate(self, step: _Step) -> str:
         """Why free devices should generate; empty where they should not."""
+        alone = not any(self._remote())
         if step.trained or step.generated:
+            # The trainer is about to want the devices again, unless it has trained on everything.
             evaluating = any(batch.waiting for batch in self._tracker.batches() if batch.name != step.batch)
-            return "the step is generated, and an evaluation is not" if evaluating else ""
-        if not any(self._remote()):
+            return "the step is generated, and an evaluation is not" if evaluating and (step.trained or alone) else ""
+        if alone:
             return "no remote instance is left" if step.submitted else "no remote instance"
         return ""
 

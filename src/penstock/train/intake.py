@@ -195,6 +195,23 @@ class Intake:
             if watch is not None:
                 watch()
 
+    def ready(self, whole: bool = False) -> bool:
+        """Whether `take` would return, or raise, at once."""
+        with self._changed:
+            return self._ready(whole)
+
+    def watched(self, watch: Callable[[], None] | None = None) -> Callable[[], None]:
+        """To be called while the main thread waits for something else on this batch's account; raises as `take`."""
+        self._begin_wait()
+
+        def look() -> None:
+            with self._changed:
+                self._check()
+            if watch is not None:
+                watch()
+
+        return look
+
     @property
     def done(self) -> bool:
         with self._changed:

@@ -30,6 +30,7 @@ from penstock.train.ports import TrainerPorts
 from penstock.train.publishing import Publishing
 from penstock.train.tally import Tally, value_of
 from penstock.train.turns import Turns
+from penstock.train.turns import Turns
 
 __all__ = ["Trainer", "TrainerPorts"]
 
@@ -75,6 +76,7 @@ class Trainer:
         self._publishing = Publishing(ports, config.manager.reconnect_s)
         self._batches = Batches(config, ports, clock)
         self._turns = Turns(config, ports, clock)
+        self._turns = Turns(config, ports, clock)
 
     # ---- the run
 
@@ -117,6 +119,7 @@ class Trainer:
         prompts = ports.prompts.for_step(step)
         tally = Tally(self.version)
         self._publishing.settle(ports.watch)
+        self._turns.begin(f"train-{step}", self.version, prompts)
         self._turns.begin(f"train-{step}", self.version, prompts)
         estimator = self._appraiser.estimator
         # Ahead of the samples, which can't be learned from without it.
@@ -286,6 +289,7 @@ class Trainer:
             "trainer_wait_s": waited_s,
             "step_s": step_s,
             "publish_stall_s": self._publishing.stall_s,
+            **self._turns.metrics(),
             **self._turns.metrics(),
             "optimizer_steps_skipped_total": float(self.actor.steps_skipped),
         }

@@ -14,7 +14,7 @@ from penstock.sample import Finish, Prompt, Sample, Score, Unscored, VersionSpan
 from penstock.train.actor import NamedTensor
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.edge import EdgeLoop
-from penstock.wire import BatchDone, Sampling
+from penstock.wire import BatchDone, Sampling, TrainerTurn
 
 __all__ = [
     "Finished",
@@ -84,6 +84,11 @@ class RolloutPort(Protocol):
         ...
 
     async def release(self, batch: str) -> None: ...
+
+    async def take_turn(self, turn: TrainerTurn) -> float:
+        """Tells where the trainer stands on its own devices; its number is given here. With state "wants" it returns
+        once they are the trainer's, with the seconds that engines generated on them in this step; else 0 at once."""
+        ...
 
     async def report_step(self, step: int, step_s: float, train_s: float, trainer_wait_s: float) -> None:
         """How a step went, in seconds; the manager judges by it how many machines are worth having."""
