@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import make_run
 
 from penstock.config.run import WarmStartConfig
 from penstock.train.recipes import character_tokenizer
+
+__all__ = ["make_run"]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from penstock.rollout.client import FinishedSample
 from penstock.sample import Finish, Prompt, Sample, Score, Unscored, VersionSpan
 from penstock.train.actor import NamedTensor
 from penstock.train.ports import Listener
-from penstock.wire import BatchDone, Sampling, TrainerTurn, TrainerTurn
+from penstock.wire import BatchDone, Sampling, TrainerTurn
 
 Script = Callable[["FakeRollout", str, FinishedSample], FinishedSample]
 
@@ -37,8 +37,6 @@ class FakeRollout:
     steps_reported: list[tuple[int, float, float, float]] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
     cancelled: dict[str, str] = field(default_factory=dict)
-    turns: list[tuple[str, str]] = field(default_factory=list)
-    window_s: float = 0.0
     turns: list[tuple[str, str]] = field(default_factory=list)
     window_s: float = 0.0
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -81,11 +79,6 @@ class FakeRollout:
 
     async def report_step(self, step: int, step_s: float, train_s: float, trainer_wait_s: float) -> None:
         self.steps_reported.append((step, step_s, train_s, trainer_wait_s))
-
-    async def take_turn(self, turn: TrainerTurn) -> float:
-        """As a manager whose engines hand over after `window_s` of the step, at once."""
-        self.turns.append((turn.batch, turn.state))
-        return self.window_s if turn.state == "wants" else 0.0
 
     async def take_turn(self, turn: TrainerTurn) -> float:
         """As a manager whose engines hand over after `window_s` of the step, at once."""

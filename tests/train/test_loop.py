@@ -5,125 +5,22 @@ import dataclasses
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fakes import FakeRollout, FakeScorer, FakeStore, StepPrompts
+from fakes import FakeRollout, FakeScorer
+from runs import MakeRun, Run, apart, weights
 
-from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, RewardError, RolloutError, StorageError
 from penstock.observe import events
 from penstock.rollout.client import FinishedSample
-from penstock.sample import Finish, Prompt, Sample, Score, Unscored, VersionSpan
+from penstock.sample import Finish, Sample, Score, Unscored, VersionSpan
 from penstock.train.actor import Actor
 from penstock.train.checkpoint import Checkpoints, Position, Saved
 from penstock.train.critic import Critic
-from penstock.train.edge import EdgeLoop
-from penstock.train.loop import Trainer, TrainerPorts
 from penstock.train.tally import MAX_PARTS
-
-
-@dataclass
-class Run:
-    trainer: Trainer
-    rollout: FakeRollout
-    scorer: FakeScorer
-    store: FakeStore
-    events: list[Any] = field(default_factory=list)
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    recorded: list[tuple[int, list[Sample]]] = field(default_factory=list)
-
-    def of(self, kind: type) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-
-MakeRun = Callable[..., Run]
-
-
-@pytest.fixture
-def make_run(model_folder: Path, tmp_path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    prompts = [
-        Prompt(k, word, tokenizer.encode(f"Say: {word}"), {"answer": word}, f"words:{k}")
-        for k, word in enumerate(["sun", "moon", "a", "horse", "zebra", "x-ray", "tree", "house"])
-    ]
-    with EdgeLoop() as edge:
-
-        def make(
-            rollout: FakeRollout | None = None,
-            scorer: FakeScorer | None = None,
-            checkpoints: Any = None,
-            watch: Callable[[], None] = lambda: None,
-            unscored: str = "drop_group",
-            deadline_s: float = 30.0,
-            start_step: int = 0,
-            actor: Actor | None = None,
-            evaluate: bool = True,
-            sampling: Mapping[str, Any] | None = None,
-            observe: Mapping[str, Any] | None = None,
-            **train: Any,
-        ) -> Run:
-            config = RunConfig.model_validate(
-                {
-                    "model": {"path": str(model_folder)},
-                    "data": {"train": [{"kind": "jsonl", "path": "words"}], "max_prompt_tokens": 16},
-                    "rollout": {
-                        "prompts_per_step": 4,
-                        "samples_per_prompt": 4,
-                        "deadline_s": deadline_s,
-                        "sampling": {"max_new_tokens": 8, "stop_token_ids": [9], **(sampling or {})},
-                    },
-                    "manager": {"reconnect_s": 0},
-                    "reward": {"unscored": unscored, "timeout_s": 0.1},
-                    "observe": observe or {},
-                    "train": {
-                        "steps": 2,
-                        "lr": 1e-3,
-                        "device": "cpu",
-                        "tokens_per_micro_batch": 64,
-                        "min_samples_per_micro_batch": 4,
-                        **train,
-                    },
-                }
-            )
-            total = config.train.steps * config.train.mini_batches_per_step
-            made = actor or Actor(model_folder, config.train, total_optimizer_steps=total, horizon_tokens=8)
-            run = Run(None, rollout or FakeRollout(), scorer or FakeScorer(), FakeStore())  # type: ignore[arg-type]
-            ports = TrainerPorts(
-                rollout=run.rollout,
-                scorer=run.scorer,
-                weights=run.store,
-                weights_source="store:1",
-                decoder=tokenizer,
-                prompts=StepPrompts(prompts),
-                eval_prompts=prompts if evaluate else [],
-                stop_ids=(2,),
-                edge=edge,
-                emit=run.events.append,
-                record=lambda step, metrics: run.metrics.__setitem__(step, dict(metrics)),
-                record_samples=lambda step, samples: run.recorded.append((step, list(samples))),
-                checkpoints=checkpoints or Checkpoints(tmp_path / "checkpoints", 2),
-                watch=watch,
-            )
-            run.trainer = Trainer(config, made, ports, start_step=start_step)
-            return run
-
-        yield make
-
-
-def weights(run: Run) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in run.trainer.actor.named_weights()}
-
-
-def apart(one: Run, other: Run) -> float:
-    """Largest difference between two runs' weights."""
-    return max(float((tensor - weights(other)[name]).abs().max()) for name, tensor in weights(one).items())
 
 
 def test_a_run_trains_publishes_evaluates_and_saves(make_run: MakeRun) -> None:
