@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import WeightError
-from penstock.weights.codecs.base import Bytes, Columns, pack
+from penstock.weights.codecs.base import Bytes, Column, Columns, pack
 
 __all__ = ["DeltaCodec", "changed_elements", "entropy_bound_bytes"]
 
@@ -63,7 +63,7 @@ def changed_elements(new: Bytes, base: Bytes, dtype: str) -> tuple[Indices, npt.
     bits = each.bit_length() - 1
     whole = len(after) - len(after) % each
     after_words, before_words = after[:whole].view(np.int64), before[:whole].view(np.int64)
-    words = np.flatnonzero(after_words != before_words)
+    words = places_of(after_words != before_words)
     differences = after_words[words].view(kind) - before_words[words].view(kind)
     # A search for non-zero bytes is several times as fast as one for non-zero integers.
     places = np.flatnonzero(differences != 0)
@@ -75,6 +75,19 @@ def changed_elements(new: Bytes, base: Bytes, dtype: str) -> tuple[Indices, npt.
         indices = np.concatenate((indices, places + whole))
         steps = np.concatenate((steps, rest[places]))
     return indices, steps
+
+
+def places_of(mask: npt.NDArray[np.bool_]) -> Indices:
+    """`flatnonzero` of a mask of which little is true, by eights first: two to four times as fast.
+
+    NumPy's own search begins anew behind each place that it finds, as long as fewer than a tenth are there.
+    """
+    whole = len(mask) - len(mask) % 8
+    eights = mask[:whole].view(np.uint64)
+    some = np.flatnonzero(eights != 0)
+    found = np.flatnonzero(eights[some].view(np.bool_))
+    places = (some[found >> 3] << 3) + (found & 7)
+    return places if whole == len(mask) else np.concatenate((places, whole + np.flatnonzero(mask[whole:])))
 
 
 def zigzag(steps: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.unsignedinteger]:
@@ -91,21 +104,41 @@ def unfold(folded: npt.NDArray[np.unsignedinteger], kind: np.dtype[np.signedinte
 
 def encode_changes(indices: Indices, folded: npt.NDArray[np.unsignedinteger], elements: int) -> bytes:
     """Columns of changed places and of steps behind their header. A folded step is at least 1: nothing else changed."""
-    count = len(indices)
-    low_bits = max(0, min(8, (elements // max(1, count)).bit_length() - 1 - HIGH_BITS))
+    low_bits = low_bits_of(len(indices), elements)
     gaps = np.diff(indices, prepend=-1) - 1
     high = gaps >> low_bits
-    escapes = high // ESCAPE
-    tokens = np.full(count + int(escapes.sum()), ESCAPE, np.uint8)
-    tokens[np.cumsum(escapes + 1) - 1] = high % ESCAPE
+    tokens = gap_tokens(high)
     sizes = (folded - folded.dtype.type(1)) >> folded.dtype.type(1)
     narrow = np.minimum(sizes, ESCAPE).astype(np.uint8)
     wide = sizes[sizes >= ESCAPE]
-    pieces = [HEADER.pack(count, len(tokens), low_bits), *pack(tokens)]
-    if low_bits:
-        pieces += pack((gaps & ((1 << low_bits) - 1)).astype(np.uint8))
+    low = (gaps & ((1 << low_bits) - 1)).astype(np.uint8)
     signs = np.packbits((folded & folded.dtype.type(1)).astype(np.uint8))
-    return b"".join([*pieces, *pack(signs), *pack(narrow), *pack(wide.view(np.uint8))])
+    return packed_changes(len(indices), low_bits, tokens, low, signs, narrow, wide.view(np.uint8))
+
+
+def low_bits_of(count: int, elements: int) -> int:
+    """How many bits of a gap are noise where `count` of `elements` have changed."""
+    return max(0, min(8, (elements // max(1, count)).bit_length() - 1 - HIGH_BITS))
+
+
+def packed_changes(
+    count: int, low_bits: int, tokens: Column, low: Column, signs: Column, narrow: Column, wide: Column
+) -> bytes:
+    """The columns as they travel. That of low bits is left out where there are none."""
+    pieces: list[Bytes] = [HEADER.pack(count, len(tokens), low_bits)]
+    for column in (tokens, low, signs, narrow, wide) if low_bits else (tokens, signs, narrow, wide):
+        pieces += pack(column)
+    return b"".join(pieces)
+
+
+def gap_tokens(high: Indices) -> npt.NDArray[np.uint8]:
+    """The high parts of gaps as bytes: 255 for so much and the rest to come."""
+    if not len(high) or high.max() < ESCAPE:
+        return high.astype(np.uint8)
+    escapes = high // ESCAPE
+    tokens = np.full(len(high) + int(escapes.sum()), ESCAPE, np.uint8)
+    tokens[np.cumsum(escapes + 1) - 1] = high % ESCAPE
+    return tokens
 
 
 def decode_changes(data: Bytes, elements: int, width: int) -> tuple[Indices, npt.NDArray[np.unsignedinteger]]:
