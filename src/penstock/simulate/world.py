@@ -64,9 +64,17 @@ class World:
     """One run of one strategy."""
 
     def __init__(
-        self, profile: Profile, trace: Trace, strategy: Strategy, seed: int = 0, review_s: float = REVIEW_S
+        self,
+        profile: Profile,
+        trace: Trace,
+        strategy: Strategy,
+        seed: int = 0,
+        review_s: float = REVIEW_S,
+        samples: Callable[[int], list[SimSample]] | None = None,
     ) -> None:
+        """`samples(step)`: a real run's, instead of the profile's."""
         self.profile, self.strategy, self.seed, self.review_s = profile, strategy, seed, review_s
+        self._samples = samples or (lambda number: step_samples(profile, number, seed))
         self.clock = Clock()
         self.reserved = [Machine(f"reserved{k}", profile.reserved, False) for k in range(profile.reserved_instances)]
         self.remotes = Remotes(self, trace)
@@ -103,7 +111,7 @@ class World:
     def _begin(self) -> None:
         number = len(self.outcome.steps)
         profile = self.profile
-        samples = step_samples(profile, number, self.seed)
+        samples = self._samples(number)
         self.step = step = _Step(number, self.clock.now, samples)
         step.groups = dict.fromkeys(range(profile.prompts), profile.samples_per_prompt)
         self.remotes.new_version()
