@@ -1,0 +1,335 @@
+"""Turns on the trainer's own devices, on a virtual clock: nothing is lost, nobody waits for ever, all is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_helpers import SimulatedAgent, World, submit
+
+from penstock.observe.events import WindowChanged
+from penstock.rollout.manager import TRAINER, Decisions, Manager, ManagerConfig
+from penstock.rollout.windows import HAND_OVER_S, Turn
+from penstock.wire import AgentHello, HandedOver, HandOver, TrainerTurn, TurnGranted
+
+
+class TurnWorld(World):
+    """Agents answer a HandOver when the test says so; grants are kept."""
+
+    def __init__(self) -> None:
+        self.granted: list[TurnGranted] = []
+        self.asked: list[SimulatedAgent] = []
+        self._number = 0
+        super().__init__(ManagerConfig(max_pending_per_instance=2))
+        self.publish(0)
+
+    def carry_out(self, decisions: Decisions) -> None:
+        super().carry_out(decisions)
+        for peer, frame in decisions.frames:
+            if isinstance(frame, HandOver) and peer in self.agents:
+                self.asked.append(self.agents[peer])
+            if isinstance(frame, TurnGranted):
+                assert peer == TRAINER
+                self.granted.append(frame)
+
+    def join_as(self, name: str, *, reserved: bool) -> SimulatedAgent:
+        peer = f"peer-of-{name}"
+        agent = self.agents[peer] = SimulatedAgent(peer)
+        self.carry_out(self.manager.on_agent_connected(peer, self.now))
+        hello = AgentHello(
+            name=name, engine="simulated", pid=1, host="h", max_running=4, max_context_tokens=1024, reserved=reserved
+        )
+        self.send(agent, hello)
+        self.send(agent, agent.ready())
+        return agent
+
+    def say(self, state: str, batch: str = "train-0", **changes: Any) -> None:
+        self._number += 1
+        self.trainer(TrainerTurn(number=self._number, batch=batch, version=0, state=state, **changes))
+
+    def hand_over(self) -> None:
+        """Every engine that was asked to has handed over."""
+        asked, self.asked = self.asked, []
+        for agent in asked:
+            agent.sequences.clear()
+            if agent.peer in self.agents:
+                self.send(agent, HandedOver())
+
+    def told(self, what: str) -> list[WindowChanged]:
+        return [event for event in self.events if isinstance(event, WindowChanged) and event.what == what]
+
+    @property
+    def turn(self) -> Turn:
+        return self.manager.windows.turn
+
+
+def test_while_nobody_asks_for_windows_reserved_engines_are_instances_like_any_other() -> None:
+    world = TurnWorld()
+    own = world.join_as("own", reserved=True)
+    world.trainer(submit(samples_per_prompt=4))
+    assert len(own.sequences) == 4
+    assert world.manager.status(world.now).window == ""
+
+
+def test_with_no_remote_instance_the_engines_generate_to_the_end_and_then_the_trainer_trains() -> None:
+    world = TurnWorld()
+    own = world.join_as("own", reserved=True)
+    world.say("begins", window_s=0.5)
+    world.trainer(submit(samples_per_prompt=4))
+    world.say("wants", window_s=0.5)
+    world.pass_time(5.0)
+    assert (world.granted, world.turn) == ([], Turn.GENERATING)
+    while own.sequences:
+        world.play(own)
+    world.pass_time(0.1)
+    world.hand_over()
+    assert [frame.number for frame in world.granted] == [2]
+    assert world.granted[0].window_s == pytest.approx(5.0)
+    assert world.done["train-0"].samples == 4
+
+
+def test_a_window_that_is_over_hands_unfinished_samples_on_with_their_tokens_and_then_the_trainer_trains() -> None:
+    world = TurnWorld()
+    own, spot = world.join_as("own", reserved=True), world.join_as("spot", reserved=False)
+    world.say("begins", window_s=1.0)
+    world.trainer(submit(samples_per_prompt=8, max_new_tokens=60))
+    assert (len(own.sequences), len(spot.sequences)) == (4, 4)
+    world.play(own, 5)
+    world.say("wants", window_s=1.0)
+    world.pass_time(1.1)
+    assert world.turn is Turn.HANDING_OVER
+    assert world.granted == []
+    # What it had drawn is prefix elsewhere: `SimulatedAgent` checks every token of it.
+    world.hand_over()
+    assert len(world.granted) == 1
+    assert any(held.prefix for held in spot.sequences.values())
+    assert not own.sequences
+    world.play_out()
+    assert world.done["train-0"].samples == 8
+    assert own.sequences == {}
+    closed = world.told("closed")
+    assert closed[-1].cause == "1 s, as configured"
+
+
+def test_a_window_of_zero_never_opens_while_a_remote_instance_is_there() -> None:
+    world = TurnWorld()
+    own, spot = world.join_as("own", reserved=True), world.join_as("spot", reserved=False)
+    world.say("begins", window_s=0.0)
+    world.trainer(submit(samples_per_prompt=8))
+    assert (len(own.sequences), len(spot.sequences)) == (0, 6)
+    world.say("wants", window_s=0.0)
+    assert len(world.granted) == 1
+
+
+def test_when_the_last_remote_instance_dies_while_the_trainer_trains_the_engines_go_on_once_it_runs_dry() -> None:
+    world = TurnWorld()
+    own, spot = world.join_as("own", reserved=True), world.join_as("spot", reserved=False)
+    world.say("begins", window_s=0.0)
+    world.trainer(submit(samples_per_prompt=4, max_new_tokens=60, deadline_s=30.0))
+    world.say("wants", window_s=0.0)
+    world.play(spot, 3)
+    world.lose(spot)
+    # Longer than the batch's deadline: nobody could have made progress.
+    for _ in range(50):
+        world.pass_time(1.0)
+        world.send(own, world_heartbeat())
+    assert (world.turn, world.failed) == (Turn.TRAINING, {})
+    assert not own.sequences
+    world.say("waits", window_s=0.0)
+    assert world.turn is Turn.GENERATING
+    world.pass_time(0.1)
+    assert world.failed == {}
+    assert world.told("opened")[-1].cause == "no remote instance is left"
+    world.say("wants", window_s=0.0)
+    world.play_out()
+    world.hand_over()
+    assert len(world.granted) == 2
+    assert world.done["train-0"].samples == 4
+
+
+def test_an_engine_that_does_not_hand_over_in_time_loses_its_samples_and_is_not_waited_for() -> None:
+    world = TurnWorld()
+    own, spot = world.join_as("own", reserved=True), world.join_as("spot", reserved=False)
+    world.say("begins", window_s=1.0)
+    world.trainer(submit(samples_per_prompt=8, max_new_tokens=60))
+    world.say("wants", window_s=1.0)
+    world.pass_time(1.1)
+    for _ in range(int(HAND_OVER_S) + 1):
+        world.pass_time(1.0)
+        world.send(own, world_heartbeat())
+        world.send(spot, world_heartbeat())
+    assert len(world.granted) == 1
+    assert not own.sequences
+    world.hand_over()
+    assert len(world.granted) == 1
+    world.play_out()
+    assert world.done["train-0"].samples == 8
+
+
+def test_an_engine_that_dies_while_it_hands_over_is_not_waited_for() -> None:
+    world = TurnWorld()
+    own = world.join_as("own", reserved=True)
+    world.join_as("spot", reserved=False)
+    world.say("begins", window_s=1.0)
+    world.trainer(submit(samples_per_prompt=8))
+    world.say("wants", window_s=1.0)
+    world.pass_time(1.1)
+    world.lose(own)
+    world.pass_time(0.1)
+    assert len(world.granted) == 1
+
+
+def test_an_evaluation_that_is_left_over_is_generated_here_once_the_step_is_trained_on() -> None:
+    world = TurnWorld()
+    own = world.join_as("own", reserved=True)
+    world.say("begins")
+    world.trainer(submit(samples_per_prompt=2))
+    world.play_out()
+    world.say("wants")
+    world.hand_over()
+    world.trainer(submit("eval-0", samples_per_prompt=2))
+    assert not own.sequences
+    world.say("trained")
+    assert len(own.sequences) == 2
+    world.play_out()
+    assert world.done["eval-0"].samples == 2
+
+
+def test_a_manager_that_learns_late_that_the_trainer_has_its_devices_takes_them_from_the_engines() -> None:
+    world = TurnWorld()
+    own = world.join_as("own", reserved=True)
+    world.trainer(submit(samples_per_prompt=4, max_new_tokens=60))
+    assert own.sequences
+    world.say("wants", granted=True)
+    assert world.turn is Turn.HANDING_OVER
+    world.hand_over()
+    assert world.turn is Turn.TRAINING
+    assert not own.sequences
+
+
+def test_another_trainer_finds_the_engines_shared_until_it_takes_turns_itself() -> None:
+    from penstock.wire import TrainerHello
+
+    world = TurnWorld()
+    world.trainer(TrainerHello(name="one", pid=1, session="a"))
+    world.say("begins", window_s=0.0)
+    world.trainer(TrainerHello(name="one", pid=1, session="a"))
+    assert world.turn is not Turn.SHARED
+    world.trainer(TrainerHello(name="two", pid=2, session="b"))
+    assert world.turn is Turn.SHARED
+
+
+@pytest.mark.parametrize("changes", [{"state": "sleeps"}, {"train_s": float("nan")}, {"micro_batch_samples": 0}])
+def test_a_turn_that_makes_no_sense_is_refused_and_changes_nothing(changes: dict[str, Any]) -> None:
+    world = TurnWorld()
+    world.trainer(TrainerTurn(**{"number": 1, "batch": "b", "version": 0, "state": "begins", **changes}))
+    assert world.turn is Turn.SHARED
+    assert world.manager.counts.frames_refused == 1
+
+
+def world_heartbeat() -> Any:
+    from penstock.wire import Heartbeat
+
+    return Heartbeat(running=0, waiting=0, kv_tokens=0, tokens_generated=0, tokens_prefilled=0, tokens_per_s=0.0)
+
+
+ACTIONS = st.sampled_from(["draw", "draw", "draw", "time", "join", "lose", "hand over", "wants", "waits", "own dies"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(ACTIONS, max_size=40), st.sampled_from([-1.0, 0.0, 0.3, 5.0]))
+def test_whatever_happens_a_step_ends_and_no_engine_runs_while_the_trainer_has_its_devices(
+    actions: Sequence[str], window_s: float
+) -> None:
+    world = TurnWorld()
+    owns = [world.join_as("own-0", reserved=True)]
+    spots: list[SimulatedAgent] = []
+    born = 0
+    world.say("begins", window_s=window_s)
+    world.trainer(submit(samples_per_prompt=12, max_new_tokens=20, deadline_s=1e6))
+
+    def check() -> None:
+        if world.turn is Turn.TRAINING:
+            assert not any(agent.sequences for agent in owns if agent.peer in world.agents)
+
+    for action in actions:
+        alive = [agent for agent in (*owns, *spots) if agent.peer in world.agents]
+        if action == "draw":
+            for agent in alive:
+                world.play(agent, 2)
+        elif action == "time":
+            world.pass_time(0.2)
+        elif action == "join":
+            born += 1
+            spots.append(world.join_as(f"spot-{born}", reserved=False))
+        elif action == "lose" and any(agent in spots for agent in alive):
+            world.lose(next(agent for agent in alive if agent in spots))
+        elif action == "own dies" and any(agent in owns for agent in alive):
+            world.lose(next(agent for agent in alive if agent in owns))
+            owns.append(world.join_as(f"own-{len(owns)}", reserved=True))
+        elif action == "hand over":
+            world.hand_over()
+        elif action in ("wants", "waits"):
+            world.say(action, window_s=window_s)
+        check()
+    # The trainer has trained on what there was, and waits for the rest: it comes, whoever is left.
+    world.say("waits", window_s=window_s)
+    for _ in range(200):
+        world.hand_over()
+        world.pass_time(0.1)
+        for agent in list(world.agents.values()):
+            if agent.peer in world.agents:
+                world.send(agent, world_heartbeat())
+                world.play(agent, 2)
+        check()
+        if "train-0" in world.done:
+            break
+    assert world.done["train-0"].samples == 12
+    assert world.done["train-0"].failed == 0
+    before = len(world.granted)
+    world.say("wants", window_s=window_s)
+    world.pass_time(0.1)
+    world.hand_over()
+    world.pass_time(0.1)
+    assert len(world.granted) == before + 1
+    check()
+    assert all(event.cause for event in world.told("opened") + world.told("closed"))
+
+
+def test_a_window_is_learned_from_the_waits_and_the_event_says_so() -> None:
+    world = TurnWorld()
+    manager: Manager = world.manager
+    own, spot = world.join_as("own", reserved=True), world.join_as("spot", reserved=False)
+    for step in range(3):
+        batch = f"train-{step}"
+        world.say("begins", batch)
+        world.trainer(submit(batch, samples_per_prompt=8, max_new_tokens=60))
+        for _ in range(40):
+            world.pass_time(0.1)
+            world.play(own, 1)
+            world.play(spot, 1)
+            world.hand_over()
+        # The remote instance goes on alone, and the trainer waits for it.
+        world.say("wants", batch)
+        world.hand_over()
+        world.say("waits", batch)
+        world.pass_time(2.0)
+        world.play_out()
+        world.say("wants", batch)
+        world.hand_over()
+        world.pass_time(1.0)
+        world.say("trained", batch)
+        world.say("ended", batch, tokens=1000, train_s=1.0, rest_s=0.1)
+    learned = world.told("learned")
+    assert learned
+    first = learned[0]
+    assert first.fleet == 1
+    assert first.trainer_wait_s >= 2.0
+    assert f"the trainer waited {first.trainer_wait_s:.3g} s" in first.cause
+    assert first.window_s != first.before_s
+    assert manager.windows.policy.length_s(1) is not None
+    assert world.told("opened")[-1].window_s >= 0
+    assert "window" in manager.status(world.now).window
