@@ -181,8 +181,7 @@ class ChaosRun:
         words += ["--journal", str(self._folder / "journal"), "--heartbeat-s", str(HEARTBEAT_S)]
         words += ["--frame-steps", str(FRAME_STEPS), "--max-context", str(2 * self.shape.max_new_tokens)]
         # Everybody here comes and is lost all the time: the wait that is due to them is kept short.
-        # And to be lost three times in a row is no sign here that a sample breaks its machines.
-        words += ["--hold-off-s", "0.2", "--max-strikes", "12"]
+        words += ["--hold-off-s", "0.2"]
         self._manager_pid = await self._nursery.start(words, self._folder / "manager.log")
         await until(ready.exists, "the manager to listen")
         self._manager_port = int(json.loads(ready.read_text())["url"].rpartition(":")[2])

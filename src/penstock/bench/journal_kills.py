@@ -202,7 +202,7 @@ class Story:
                 continue
             if batch.name not in self.submitted:
                 raise Violation(f"batch {batch.name} was never submitted")
-            for sample in [*batch.moved, *batch.held.values()]:
+            for sample in [*batch.moved, *batch.suspects, *batch.held.values()]:
                 whole, finish = truth(sample.seed)
                 ids = array("i", bytes(sample.tokens)).tolist()
                 values = array("f", bytes(sample.logprobs)).tolist()

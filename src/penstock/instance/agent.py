@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import random
+import secrets
 import socket
 import ssl
 import time
@@ -143,6 +144,7 @@ class Agent:
         self._deltas_taken = 0
         self._deltas_sent = 0
         self._pump_ended = False
+        self._process = secrets.token_hex(8)
         self.instance = ""
         """The name that the manager gave this agent in its present or last session."""
         self.sessions = 0
@@ -238,6 +240,7 @@ class Agent:
             device=info.device,
             reserved=self._reserved,
             start_s=self._start_s if self._engine.version < 0 else 0.0,
+            process=self._process,
         )
 
     def _heed(self, welcome: Welcome) -> None:

@@ -41,6 +41,7 @@ class TrackedSample:
         "length",
         "limit",
         "logprobs",
+        "losses",
         "placed_length",
         "prompt",
         "replica",
@@ -61,7 +62,9 @@ class TrackedSample:
         self.placed_length = 0
         """Length when it was last placed."""
         self.strikes = 0
-        """Times in a row that it was taken back from an instance without a new token."""
+        """Times in a row that it was lost with its instance, or taken back, without a new token; see the tracker."""
+        self.losses = 0
+        """The same with those that turned out to be no fault of its."""
         self.aborts = 0
         """Times in a row that an engine handed it back without a new token."""
         self.tokens = bytearray()
@@ -148,6 +151,8 @@ class Batch:
     settled: set[int] = field(default_factory=set)
     """Samples from `next_fresh` on that need not be placed any more."""
     moved: deque[TrackedSample] = field(default_factory=deque)
+    suspects: deque[TrackedSample] = field(default_factory=deque)
+    """Moved ones with a strike: each is tried apart from the others."""
     held: dict[int, TrackedSample] = field(default_factory=dict)
     """Finished and failed samples by index, kept until the trainer releases the batch: it may ask again."""
     elsewhere: dict[int, TrackedSample] = field(default_factory=dict)
@@ -236,7 +241,7 @@ class Batch:
 
     @property
     def waiting(self) -> int:
-        return self.fresh + len(self.moved)
+        return self.fresh + len(self.moved) + len(self.suspects)
 
     @property
     def ended(self) -> bool:
@@ -247,7 +252,7 @@ class Batch:
         return self.prompt_ids[4 * self.prompt_offsets[prompt] : 4 * self.prompt_offsets[prompt + 1]]
 
     def next_waiting(self) -> TrackedSample | None:
-        """Takes the next sample out of the queue: moved ones first, then prompts in order."""
+        """Takes the next sample that is no suspect out of the queue: moved ones first, then prompts in order."""
         if self.moved:
             return self.moved.popleft()
         while self.next_fresh < self.samples:

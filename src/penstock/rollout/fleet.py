@@ -83,6 +83,8 @@ class Instance:
     engine: str = ""
     host: str = ""
     pid: int = 0
+    process: str = ""
+    """A word of its agent's life; empty where it gave none."""
     device: str = ""
     reserved: bool = False
     """On one of the trainer's own devices; remote otherwise."""
@@ -202,6 +204,12 @@ class Fleet:
     def last_gone(self) -> Instance | None:
         return self._gone[-1] if self._gone else None
 
+    def sessions_before(self, instance: Instance) -> Iterator[Instance]:
+        """Gone ones of the same agent: only their connections had ended, or their patience."""
+        for gone in self._gone:
+            if instance.process and gone.process == instance.process:
+                yield gone
+
     # ---- what happens to them
 
     def connect(self, peer: str, now: float) -> Instance:
@@ -226,6 +234,7 @@ class Fleet:
         self._peers[instance.id] = instance.peer
         instance.name, instance.engine = frame.name, frame.engine[:80]
         instance.host, instance.pid, instance.device = frame.host[:200], frame.pid, frame.device[:80]
+        instance.process = frame.process[:80]
         instance.max_running, instance.max_context_tokens = frame.max_running, frame.max_context_tokens
         instance.reserved, instance.start_s = frame.reserved, min(frame.start_s, START_MOST_S)
         instance._rate_at = instance._hello_at = now

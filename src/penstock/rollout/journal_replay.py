@@ -284,7 +284,7 @@ class Replay:
                 # Its last tokens were recorded and its end was not.
                 _end(batch, sample, finish, "")
             if sample.finish is Finish.RUNNING:
-                batch.moved.append(sample)
+                (batch.suspects if sample.strikes else batch.moved).append(sample)
 
 
 def _end(batch: Batch, sample: TrackedSample, finish: Finish, cause: str) -> None:

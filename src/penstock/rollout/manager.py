@@ -310,6 +310,9 @@ class Manager:
     def _agent_frame(self, instance: Instance, frame: FrameToManager) -> None:
         if isinstance(frame, AgentHello):
             self.fleet.hello(instance, frame, self._now)
+            for session in self.fleet.sessions_before(instance):
+                # It has not died, so none of its samples killed it.
+                self._out.records(struck_records(self.tracker.forgive(session.id)))
             self._send(
                 instance.peer,
                 Welcome(
@@ -344,7 +347,10 @@ class Manager:
             raise WireError(f"a {type(frame).__name__} is the trainer's frame, and came from an agent")
 
     def _tokens(self, instance: Instance, frame: TokenFrame) -> None:
-        applied = self.tracker.apply(instance.id, frame, instance.versions, instance.vocab_size, self._now)
+        applied = self.tracker.apply(
+            *(instance.id, frame, instance.versions, instance.vocab_size, self._now),
+            distrusts=lambda senseless, sound: self.fleet.distrusted(instance, senseless, sound),
+        )
         instance.tokens_accepted += applied.tokens
         self.accepted[instance.name] += applied.tokens
         if applied.tokens and self._out.journaling:
@@ -362,12 +368,11 @@ class Manager:
             self._note_moved(instance, applied.moved, applied.moved_tokens, "taken back from the instance")
         if applied.finished:
             self._deliver(applied.finished)
-        rows = len(frame.finishes)
-        if self.fleet.distrusted(instance, len(applied.stop), rows - applied.refused.total()):
+        if applied.distrusted:
             # Before anything is given to it again, and at no sample's expense.
             causes = "; ".join(list(applied.refused)[:CAUSES_OF_DISTRUST])
             self._refuse_agent(instance, f"its engine's rows make no sense: {causes}", suspects=False)
-        elif applied.finished or applied.moved:
+        elif applied.finished or applied.moved or self.tracker.trial_ended(instance.id):
             self._dispatch()
             if not self.tracker.leases_of(instance.id):
                 # Idle now: the next weight version may be waiting for that.
@@ -442,6 +447,7 @@ class Manager:
         for batch in self.tracker.batches():
             if not batch.waiting:
                 continue
+            self._try_suspects(batch, rows)
             loads = self._loads(batch)
             for pick in self.balancing.assign(batch, loads):
                 instance = loads[pick].instance
@@ -449,6 +455,17 @@ class Manager:
                 if sample is not None:
                     rows.setdefault(instance, []).append(sample)
         self._start(rows)
+
+    def _try_suspects(self, batch: Batch, rows: dict[str, list[TrackedSample]]) -> None:
+        """Gives each instance one of the samples that may have killed another, where its trial begins soonest."""
+        if not batch.suspects:
+            return
+        most = self.config.max_pending_per_instance
+        for load in sorted(self._loads(batch), key=lambda load: load.samples - load.max_running):
+            if load.samples < load.max_running + most and self.tracker.may_try(load.instance) and batch.suspects:
+                sample = self.tracker.place(batch, load.instance)
+                if sample is not None:
+                    rows.setdefault(load.instance, []).append(sample)
 
     def _start(self, rows: dict[str, list[TrackedSample]]) -> None:
         for instance, samples in rows.items():

@@ -22,9 +22,17 @@ A sample is given only to instances whose context holds its prompt and max_new_t
 length before that has run out of something that it had promised, and to believe it would pass a machine's limit off
 as the model's own verbosity: a sample's length must not depend on where it ran.
 
-A sample that is taken away `max_strikes` times without one new token in between is set aside as failed: what it is
-given to, it breaks. (Counted so, long samples on machines that vanish often are not.) An engine may also hand a
-sample back as ABORTED; that is no fault of the sample's, so only a long row of it without a token ends the same way.
+What is taken away without a new token gets a strike, and at `max_strikes` in a row it is set aside as failed: what it
+is given to, it breaks. Who dies beside such a sample is innocent, so strikes are made to find the one that is not:
+
+- A struck sample is a suspect, and is tried: an instance has one suspect at a time, until that one has a new token. So
+  what kills its engine does it with the same companions once and not three times.
+- Strikes are taken back (`forgive`) when their instance turns out to have lived, or not to have been to be trusted.
+- A sample's token ends its row; long samples on machines that vanish often are so not struck out.
+
+Forgiven or not, `LOSSES_A_STRIKE` times as many losses in a row end the same way: nothing is passed on for ever. An
+engine may also hand a sample back as ABORTED; that is no fault of the sample's, so only a long row of it without a
+token ends so.
 
 Finished samples stay with their batch until it is released, since a trainer that comes back may have lost them.
 Tokens and log-probabilities are kept in one bytearray each, 8 bytes a token and the bytearray's spare room; spans of
@@ -36,7 +44,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from penstock.errors import RolloutError, WireError
@@ -47,6 +55,9 @@ from penstock.wire import MAX_FRAME_BYTES, SubmitBatch, TokenFrame, column
 __all__ = ["EPOCH_SHIFT", "Applied", "Claimed", "Evicted", "Tracker"]
 
 MAX_ABORTS = 16
+LOSSES_A_STRIKE = 4
+STRIKES_KNOWN = 256
+"""Instances whose strikes can still be taken back; those of earlier ones stay."""
 LOGPROB_SLACK = 1e-3
 """A log-probability may be above 0 by this much: rounding in a low-precision softmax, not a lie."""
 INT32_MAX = 2**31 - 1
@@ -78,7 +89,11 @@ class Applied:
     """Samples that wait again, with their tokens as prefix."""
     moved_tokens: int = 0
     struck: list[TrackedSample] = field(default_factory=list)
-    """Moved samples that got a strike."""
+    """Moved samples that got a strike, or from whom one was taken back."""
+    senseless: list[tuple[TrackedSample, str]] = field(default_factory=list)
+    """Samples to be taken away from the instance, with the cause."""
+    distrusted: bool = False
+    """The rows are the engine's fault and none of its samples': it is to be refused."""
 
 
 @dataclass(slots=True)
@@ -111,6 +126,10 @@ class Tracker:
         self._max_strikes = max_strikes
         self._batches: dict[str, Batch] = {}
         self._placed: dict[str, dict[int, TrackedSample]] = {}
+        self._trials: dict[str, TrackedSample] = {}
+        """The suspect of each instance that has one."""
+        self._strikes_of: dict[str, list[TrackedSample]] = {}
+        """Who was struck for what an instance did, the last instance last."""
         self._last_lease = 0
         self.tokens_accepted = 0
         self.samples_finished = 0
@@ -149,6 +168,8 @@ class Tracker:
                 del placed[lease]
             if leases:
                 stopped[instance] = leases
+        for struck in self._strikes_of.values():
+            struck[:] = [sample for sample in struck if sample.batch is not removed]
         return stopped
 
     def begin_epoch(self, epoch: int) -> None:
@@ -166,6 +187,7 @@ class Tracker:
                 if sample.batch is batch:
                     yield sample
         yield from batch.moved
+        yield from batch.suspects
         yield from batch.elsewhere.values()
 
     def claim(self, batch: Batch, taken: Collection[int]) -> Claimed:
@@ -192,9 +214,10 @@ class Tracker:
                 sample.lease, sample.instance = 0, ""
                 batch.placed -= 1
                 batch.elsewhere[sample.index] = sample
-        for sample in [s for s in batch.moved if s.index in beyond]:
-            batch.moved.remove(sample)
-            batch.elsewhere[sample.index] = sample
+        for waiting in (batch.moved, batch.suspects):
+            for sample in [s for s in waiting if s.index in beyond]:
+                waiting.remove(sample)
+                batch.elsewhere[sample.index] = sample
         for index in sorted(beyond - batch.elsewhere.keys()):
             batch.elsewhere[index] = batch.sample(index)
             batch.settled.add(index)
@@ -206,26 +229,55 @@ class Tracker:
     def place(self, batch: Batch, instance: str) -> TrackedSample | None:
         """Gives the batch's next waiting sample to `instance` under a new lease: moved ones first, prompts in order.
 
-        None where nothing of the batch waits.
+        A suspect goes before all others, where none is on trial. None where nothing of the batch waits that may go.
         """
-        sample = batch.next_waiting()
+        sample = batch.suspects.popleft() if batch.suspects and self.may_try(instance) else batch.next_waiting()
         if sample is None:
             return None
         batch.placed += 1
         return self._lease(sample, instance)
 
+    def may_try(self, instance: str) -> bool:
+        """No suspect is with it that has no new token yet."""
+        sample = self._trials.get(instance)
+        if sample is None:
+            return True
+        if self._placed[instance].get(sample.lease) is sample and sample.length == sample.placed_length:
+            return False
+        del self._trials[instance]
+        return True
+
+    def trial_ended(self, instance: str) -> bool:
+        """Whether a suspect has just turned out well, or is gone: true once."""
+        return instance in self._trials and self.may_try(instance)
+
+    def forgive(self, instance: str) -> list[TrackedSample]:
+        """Takes back the strikes for what an instance did, of those that have had no token since; returns them."""
+        forgiven = []
+        for sample in self._strikes_of.pop(instance, ()):
+            if sample.strikes and sample.finish is Finish.RUNNING and sample.length == sample.placed_length:
+                sample.strikes -= 1
+                forgiven.append(sample)
+                if not sample.strikes and sample in sample.batch.suspects:
+                    sample.batch.suspects.remove(sample)
+                    sample.batch.moved.append(sample)
+        return forgiven
+
     def hand_on(self, source: str, lease: int, target: str) -> TrackedSample | None:
         """Moves a placed sample to another instance, with its tokens, under a new lease; that is no strike.
 
-        None where the lease is no longer in force, or the sample has all its tokens and only its end is to come.
+        None where the lease is no longer in force, or the sample has all its tokens and only its end is to come, or
+        is on trial where it is.
         """
         placed = self._placed.get(source, {})
         sample = placed.get(lease)
         if sample is None or sample.complete is not None:
             return None
-        del placed[lease]
         if sample.length > sample.placed_length:
-            sample.strikes = 0
+            sample.strikes = sample.losses = 0
+        elif sample.strikes:
+            return None
+        del placed[lease]
         return self._lease(sample, target)
 
     def leases_of(self, instance: str) -> int:
@@ -243,12 +295,19 @@ class Tracker:
     # ---- tokens
 
     def apply(
-        self, instance: str, frame: TokenFrame, versions: Collection[int], vocab_size: int, now: float
+        self,
+        instance: str,
+        frame: TokenFrame,
+        versions: Collection[int],
+        vocab_size: int,
+        now: float,
+        distrusts: Callable[[int, int], bool] = lambda senseless, sound: False,
     ) -> Applied:
         """Takes the rows of a frame that are in order.
 
-        `versions`: weight versions that the instance may have drawn with. `vocab_size` 0: unknown. Raises WireError
-        for a frame that is wrong as a whole; then nothing has changed.
+        `versions`: weight versions that the instance may have drawn with. `vocab_size` 0: unknown. `distrusts` is told
+        how many rows made no sense and how many did, and says whether the engine is to be refused for them. Raises
+        WireError for a frame that is wrong as a whole; then nothing has changed.
         """
         leases, starts, counts = _checked_columns(frame, versions)
         finishes, token_ids, logprobs, version = frame.finishes, frame.token_ids, frame.logprobs, frame.version
@@ -271,7 +330,9 @@ class Tracker:
                     applied.refused_rows.append(row)
                     # A repetition of what is known is harmless, and what comes next may be in order again.
                     if finish or start + count > sample.length or start == sample.length:
-                        self._take_back(placed, sample, cause, applied)
+                        del placed[lease]
+                        applied.stop.append(lease)
+                        applied.senseless.append((sample, f"{instance}: {cause}"))
                 else:
                     if count:
                         sample.append(token_ids[begin:end], logprobs[begin:end], count, version)
@@ -294,6 +355,11 @@ class Tracker:
         for batch in touched:
             batch.progress_at = now
         self.tokens_accepted += applied.tokens
+        applied.distrusted = distrusts(len(applied.senseless), len(leases) - applied.refused.total())
+        for sample, cause in applied.senseless:
+            self._requeue(sample, cause, applied, strike=not applied.distrusted, lost=True)
+        if applied.distrusted:
+            applied.struck += self.forgive(instance)
         return applied
 
     def evict(self, instance: str, cause: str, suspects: int = 0) -> Evicted:
@@ -304,10 +370,12 @@ class Tracker:
         """
         evicted = Evicted()
         placed = self._placed.pop(instance, {})
+        self._trials.pop(instance, None)
         # Last first, since each goes to the front of its batch's waiting samples.
         for position, sample in reversed(list(enumerate(placed.values()))):
             length = sample.length
-            if self._take_away(sample, cause, strike=position < suspects, told=evicted):
+            suspect = position < suspects
+            if self._take_away(sample, cause, strike=suspect, lost=suspect, told=evicted):
                 evicted.moved += 1
                 evicted.tokens_kept += length
         evicted.finished.reverse()
@@ -327,7 +395,7 @@ class Tracker:
             "queued": batch.fresh,
             "placed": batch.placed - running,
             "running": running,
-            "moving": len(batch.moved),
+            "moving": len(batch.moved) + len(batch.suspects),
             "finished": batch.finished,
             "failed": batch.failed,
         }
@@ -350,16 +418,12 @@ class Tracker:
         sample.instance = instance
         sample.placed_length = sample.length
         self._placed.setdefault(instance, {})[sample.lease] = sample
+        if sample.strikes:
+            self._trials[instance] = sample
         return sample
 
-    def _take_back(self, placed: dict[int, TrackedSample], sample: TrackedSample, cause: str, applied: Applied) -> None:
-        """Takes a sample from an instance that is there and still believes in the lease."""
-        del placed[sample.lease]
-        applied.stop.append(sample.lease)
-        self._requeue(sample, f"{sample.instance}: {cause}", applied, strike=True)
-
-    def _requeue(self, sample: TrackedSample, cause: str, applied: Applied, strike: bool) -> None:
-        if self._take_away(sample, cause, strike, applied):
+    def _requeue(self, sample: TrackedSample, cause: str, applied: Applied, strike: bool, lost: bool) -> None:
+        if self._take_away(sample, cause, strike, lost, applied):
             applied.moved += 1
             applied.moved_tokens += sample.length
 
@@ -371,7 +435,7 @@ class Tracker:
             cause = f"{sample.instance} aborted it" + (f": {cause}" if cause else "")
             sample.aborts = sample.aborts + 1 if sample.length == sample.placed_length else 0
             if sample.aborts < MAX_ABORTS:
-                self._requeue(sample, cause, applied, strike=False)
+                self._requeue(sample, cause, applied, strike=False, lost=False)
                 return
             cause = f"handed back {sample.aborts} times without a new token; the last time: {cause}"
             finish = _FAILED
@@ -381,27 +445,37 @@ class Tracker:
         else:
             self._finish(sample, Finish(finish), applied.finished)
 
-    def _take_away(self, sample: TrackedSample, cause: str, strike: bool, told: Applied | Evicted) -> bool:
-        """Back to its batch; True where it waits again, False where it is finished or failed."""
+    def _take_away(self, sample: TrackedSample, cause: str, strike: bool, lost: bool, told: Applied | Evicted) -> bool:
+        """Back to its batch; True where it waits again, False where it is finished or failed.
+
+        Without a new token it is `lost` once more, with a `strike` where it may be why.
+        """
         sample.batch.placed -= 1
         complete = sample.complete
         if complete is not None:
             self._finish(sample, complete, told.finished)
             return False
         if sample.length > sample.placed_length:
-            sample.strikes = 0
-        elif strike:
-            sample.strikes += 1
-            told.struck.append(sample)
-        if sample.strikes >= self._max_strikes:
-            self._fail(
-                sample, f"taken back {sample.strikes} times without a new token; the last time: {cause}", told.finished
-            )
+            sample.strikes = sample.losses = 0
+        else:
+            sample.losses += lost
+            if strike:
+                self._strike(sample)
+                told.struck.append(sample)
+        if sample.strikes >= self._max_strikes or sample.losses >= LOSSES_A_STRIKE * self._max_strikes:
+            times = sample.strikes if sample.strikes >= self._max_strikes else sample.losses
+            self._fail(sample, f"taken back {times} times without a new token; the last time: {cause}", told.finished)
             return False
         sample.lease = 0
         sample.instance = ""
-        sample.batch.moved.appendleft(sample)
+        (sample.batch.suspects if sample.strikes else sample.batch.moved).appendleft(sample)
         return True
+
+    def _strike(self, sample: TrackedSample) -> None:
+        sample.strikes += 1
+        self._strikes_of.setdefault(sample.instance, []).append(sample)
+        while len(self._strikes_of) > STRIKES_KNOWN:
+            del self._strikes_of[next(iter(self._strikes_of))]
 
     def _finish(self, sample: TrackedSample, finish: Finish, finished: list[TrackedSample]) -> None:
         sample.finish = finish

@@ -383,6 +383,7 @@ def _clear(batch: Batch) -> None:
     batch.held.clear()
     batch.elsewhere.clear()
     batch.moved.clear()
+    batch.suspects.clear()
 
 
 def _by_batch(samples: Iterable[TrackedSample]) -> Iterable[list[TrackedSample]]:

@@ -56,6 +56,8 @@ class AgentHello(_Frame, tag="agent_hello"):
     """On one of the trainer's own devices: there for the whole run, at no further cost."""
     start_s: float = 0.0
     """Its first weights may take so much longer than later ones: an engine server is started on them."""
+    process: str = ""
+    """A random word of this agent's life, the same in each of its sessions: who comes back with it has not died."""
 
 
 class VersionReady(_Frame, tag="version_ready"):
