@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from penstock.reward.breaker import Breaker, Health
+from penstock.reward.breaker import CLOSED, Breaker
 from penstock.reward.gate import DeclaredCap, LearnedCap, Sent
 from penstock.reward.limits import Endpoint, PoolOptions
 from penstock.reward.pacer import LearnedRate, Meter, ToldRate
-from penstock.reward.retry import Kind, Outcome
+from penstock.reward.retry import CANCELLED, DONE, FINAL, TURNED_AWAY, Kind, Outcome
 
 __all__ = ["Admission", "Latency"]
 
@@ -24,7 +24,7 @@ BURST_S = 0.1
 class Latency:
     """Service times of an endpoint: a running mean for placement, a high quantile for hedging."""
 
-    __slots__ = ("_recent", "_slow_s", "count", "mean_s")
+    __slots__ = ("_recent", "count", "mean_s", "slow_s")
 
     QUANTILE = 0.95
     ENOUGH = 20
@@ -34,7 +34,8 @@ class Latency:
         self.mean_s = math.nan
         self.count = 0
         self._recent: deque[float] = deque(maxlen=200)
-        self._slow_s = math.inf
+        self.slow_s = math.inf
+        """Age at which a request is slow: the 95th percentile, and at least 1.5 medians; infinite until known."""
 
     def add(self, seconds: float) -> None:
         self.count += 1
@@ -45,12 +46,7 @@ class Latency:
             self.mean_s += max(0.02, 1 / self.count) * (seconds - self.mean_s)
         if self.count % 20 == 0 and self.count >= self.ENOUGH:
             ordered = sorted(self._recent)
-            self._slow_s = max(1.5 * ordered[len(ordered) // 2], ordered[int(self.QUANTILE * len(ordered))])
-
-    @property
-    def slow_s(self) -> float:
-        """Age at which a request is slow: the 95th percentile, and at least 1.5 medians; infinite until known."""
-        return self._slow_s
+            self.slow_s = max(1.5 * ordered[len(ordered) // 2], ordered[int(self.QUANTILE * len(ordered))])
 
 
 class Admission:
@@ -105,19 +101,21 @@ class Admission:
         """The earliest time at which a request may pass; infinity where only an answer can open the door."""
         if not self.gate.allows(self.in_flight):
             return math.inf
-        ready = now if self.breaker.health is Health.CLOSED else self.breaker.ready_at(now)
+        ready = now if self.breaker.health is CLOSED else self.breaker.ready_at(now)
         if self._paused_until > ready:
             ready = self._paused_until
         if self.requests is not None:
-            ready = max(ready, self.requests.ready_at(now))
+            at = self.requests.ready_at(now)
         elif self.told_requests.known:
-            ready = max(ready, self.told_requests.ready_at(now))
+            at = self.told_requests.ready_at(now)
         else:
-            ready = max(ready, self.learned.ready_at(now))
+            at = self.learned.ready_at(now)
+        if at > ready:
+            ready = at
         if self.tokens is not None:
-            ready = max(ready, self.tokens.ready_at(now, tokens))
-        elif self.told_tokens.known:
-            ready = max(ready, self.told_tokens.ready_at(now, tokens))
+            return max(ready, self.tokens.ready_at(now, tokens))
+        if self.told_tokens.known:
+            return max(ready, self.told_tokens.ready_at(now, tokens))
         return ready
 
     def admit(self, now: float, tokens: float = 0.0) -> Sent:
@@ -137,7 +135,7 @@ class Admission:
         if self.told_tokens.limit < math.inf:
             self.told_tokens.take(now, tokens)
         self.gate.sent(sent)
-        if self.breaker.health is not Health.CLOSED:
+        if self.breaker.health is not CLOSED:
             self.breaker.sent()
         return sent
 
@@ -147,15 +145,15 @@ class Admission:
         kind = outcome.kind
         if outcome.told is not None:
             self._told(sent, now, outcome)
-        if kind is Kind.DONE or kind is Kind.FINAL:
+        if kind is DONE or kind is FINAL:
             self.breaker.succeeded()
             self._pause_s = self.OVERLOAD_S
             self.gate.accepted(sent)
-            if kind is Kind.DONE:
+            if kind is DONE:
                 self.latency.add(now - sent.sent_at)
-        elif kind is Kind.TURNED_AWAY:
+        elif kind is TURNED_AWAY:
             self._refused(sent, now, outcome.retry_after_s)
-        elif kind is Kind.CANCELLED:
+        elif kind is CANCELLED:
             self.breaker.probe_lost(now)
         elif kind is Kind.SPENT:
             self.breaker.spent(now)
@@ -169,7 +167,7 @@ class Admission:
 
     def _refund(self, tokens: Meter, sent: Sent, now: float, outcome: Outcome) -> None:
         used = outcome.tokens
-        if outcome.kind is Kind.TURNED_AWAY or (outcome.kind is Kind.CANCELLED and self.endpoint.refunds_cancelled):
+        if outcome.kind is TURNED_AWAY or (outcome.kind is CANCELLED and self.endpoint.refunds_cancelled):
             used = 0.0
         if used is not None and used != sent.tokens:
             tokens.settle(now, sent.sent_at, sent.tokens - used)

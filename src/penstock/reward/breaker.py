@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 
-__all__ = ["Breaker", "Health"]
+__all__ = ["CLOSED", "Breaker", "Health"]
 
 
 class Health(enum.Enum):
@@ -17,6 +17,9 @@ class Health(enum.Enum):
     OPEN = "open"
     HALF_OPEN = "half open"
     SPENT = "spent"
+
+
+CLOSED = Health.CLOSED  # looked up once, as in `retry`
 
 
 class Breaker:
@@ -29,7 +32,7 @@ class Breaker:
         self.redeclare(threshold, pause_s, longest_s)
         self._pause_s = pause_s
         self._failures = 0
-        self.health = Health.CLOSED
+        self.health = CLOSED
         self.opens_at = -math.inf
         """When open: the time of the next probe. Infinite while a probe is out."""
         self.trips = 0
@@ -42,28 +45,28 @@ class Breaker:
 
     def ready_at(self, now: float) -> float:
         """`now` when closed, the time of the probe when open, infinity while the probe is out."""
-        return now if self.health is Health.CLOSED else max(now, self.opens_at)
+        return now if self.health is CLOSED else max(now, self.opens_at)
 
     def sent(self) -> None:
         """Work was given; when open, it is the probe."""
-        if self.health is not Health.CLOSED:
+        if self.health is not CLOSED:
             self.health = Health.HALF_OPEN
             self.opens_at = math.inf
 
     def succeeded(self) -> None:
         self._failures = 0
-        if self.health is not Health.CLOSED:
-            self.health = Health.CLOSED
+        if self.health is not CLOSED:
+            self.health = CLOSED
             self._pause_s = self._shortest_s
 
     def failed(self, now: float) -> bool:
         """Counts a failure; returns whether it opened the breaker."""
         self._failures += 1
-        if self.health is Health.CLOSED:
+        if self.health is CLOSED:
             self._pause_s = self._shortest_s
         if self.health is Health.HALF_OPEN:
             self._pause_s = min(self._longest_s, 2 * self._pause_s)
-        elif self.health is not Health.CLOSED or self._failures < self._threshold:
+        elif self.health is not CLOSED or self._failures < self._threshold:
             return False
         self.health = Health.OPEN
         self.opens_at = now + self._pause_s

@@ -11,9 +11,9 @@ from penstock.reward.admission import Admission
 from penstock.reward.gate import Sent
 from penstock.reward.limits import Endpoint, PoolOptions
 from penstock.reward.queue import DueQueue
-from penstock.reward.retry import Kind, Outcome
+from penstock.reward.retry import BROKEN, DONE, Outcome
 
-__all__ = ["Attempt", "Job", "Place", "Route", "State"]
+__all__ = ["RESOLVED", "RUNNING", "WAITING", "Attempt", "Job", "Place", "Route", "State"]
 
 
 class State(enum.Enum):
@@ -24,6 +24,9 @@ class State(enum.Enum):
     RUNNING = "running"
     """At least one attempt is out."""
     RESOLVED = "resolved"
+
+
+WAITING, RUNNING, RESOLVED = State.WAITING, State.RUNNING, State.RESOLVED  # looked up once, as in `retry`
 
 
 class Job:
@@ -73,7 +76,7 @@ class Job:
         self.tokens = tokens
         self.max_attempts = max_attempts
         self.hedge_after_s = hedge_after_s
-        self.state = State.WAITING
+        self.state = WAITING
         self.attempts = 0
         """Attempts that broke."""
         self.turned_away = 0
@@ -105,6 +108,8 @@ class Place:
 
     def __init__(self, endpoint: Endpoint, options: PoolOptions) -> None:
         self.endpoint = endpoint
+        self.priced = _priced(endpoint)
+        """Whether an attempt there costs money."""
         self.admission = Admission(endpoint, options)
         self.spent = 0.0
         self.done = 0
@@ -112,14 +117,28 @@ class Place:
         self.retired = False
         """Taken out by a reload; finishes what it has."""
 
+    def redeclare(self, endpoint: Endpoint, options: PoolOptions, now: float) -> None:
+        """Takes over another declaration of the same label; attempts in flight cost what they were to cost."""
+        self.endpoint = endpoint
+        self.priced = self.priced or _priced(endpoint)
+        self.admission.redeclare(endpoint, options, now)
+
+    def takes(self, job: Job) -> bool:
+        """Whether it may ever be given a job of this size."""
+        return not self.retired and self.admission.fits(job.tokens)
+
     def money(self, tokens: float) -> float:
         return self.endpoint.price_per_request + self.endpoint.price_per_1k_tokens * tokens / 1000
 
     def count(self, outcome: Outcome) -> None:
-        if outcome.kind is Kind.DONE:
+        if outcome.kind is DONE:
             self.done += 1
-        elif outcome.kind is Kind.BROKEN:
+        elif outcome.kind is BROKEN:
             self.broken += 1
+
+
+def _priced(endpoint: Endpoint) -> bool:
+    return endpoint.price_per_request > 0 or endpoint.price_per_1k_tokens > 0
 
 
 class Route:

@@ -175,18 +175,16 @@ class ToldRate:
     subtracted, and the time since then is added at the rate that `limit`, `remaining` and `reset` imply.
     """
 
-    __slots__ = ("_level", "_updated_at", "held_until", "limit", "rate")
+    __slots__ = ("_level", "_updated_at", "held_until", "known", "limit", "rate")
 
     def __init__(self) -> None:
+        self.known = False
+        """Both the limit and its rate have been told."""
         self.limit = math.inf
         self.rate = math.inf
         self.held_until = -math.inf
         self._level = math.inf
         self._updated_at = -math.inf
-
-    @property
-    def known(self) -> bool:
-        return self.limit < math.inf and self.rate < math.inf
 
     def fits(self, amount: float) -> bool:
         return amount <= self.limit
@@ -222,6 +220,7 @@ class ToldRate:
             trust = 1.0 if changed else min(0.5, 0.02 * used)
             self.rate = rate if changed else self.rate + trust * (rate - self.rate)
         self.limit = limit
+        self.known = limit < math.inf and self.rate < math.inf
         if self.known:
             self._level = min(limit, remaining - since + max(0.0, now - sent_at) * self.rate)
             self._updated_at = now
@@ -299,7 +298,7 @@ class LearnedRate:
 
     def ready_at(self, now: float) -> float:
         if not self.armed:
-            return max(now, self.held_until)
+            return now if now >= self.held_until else self.held_until
         return max(now, self._next, self.held_until)
 
     def take(self, now: float) -> int:

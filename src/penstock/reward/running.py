@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from penstock.reward.failures import JobFailed
 from penstock.reward.jobs import Attempt, Job
 from penstock.reward.report import AttemptEnded, JobEnded, Watcher
-from penstock.reward.retry import Kind, Outcome
+from penstock.reward.retry import CANCELLED, DONE, Kind, Outcome
 from penstock.reward.schedule import Scheduler
 from penstock.reward.transport import Reply, Request, Transport
 
@@ -23,7 +23,7 @@ __all__ = ["Call", "Classify", "Runner"]
 
 Classify = Callable[[Outcome, Reply | None], Kind | None]
 """A user's word on how an attempt ended: another `Kind`, or None to leave it as it is."""
-CANCELLED = Outcome(Kind.CANCELLED, "cancelled")
+GIVEN_UP = Outcome(CANCELLED, "cancelled")
 OVER = object()
 """`Attempt.handle` of one whose end has been reported. None: it is admitted and nobody runs it yet; else its task."""
 
@@ -81,7 +81,7 @@ class Runner:
         for attempt in list(self._scheduler.attempts()):
             attempt.handle = OVER
             self._scheduler.cancel(attempt.job)
-            self._scheduler.report(attempt, CANCELLED, 0.0)
+            self._scheduler.report(attempt, GIVEN_UP, 0.0)
         self._scheduler.take_finished()
 
     def rest(self) -> None:
@@ -96,16 +96,32 @@ class Runner:
         Raises:
             PoolError: there is no answer.
         """
-        assert self.loop is not None
+        loop, task = self.loop, asyncio.current_task()
+        assert loop is not None
+        assert task is not None
         try:
             while not call.over:
                 attempt = call.granted
                 if attempt is None:
-                    call.waiter = self.loop.create_future()
+                    call.waiter = loop.create_future()
                     await call.waiter
+                    continue
+                call.granted, call.stopped, before = None, False, task.cancelling()
+                attempt.handle = call.task = task
+                try:
+                    outcome = await self._send(attempt, call)
+                except asyncio.CancelledError:
+                    # Cancelled by the pool, the attempt ends; cancelled from outside, so does the job.
+                    if not call.stopped or task.uncancel() > before:
+                        attempt.handle = None
+                        raise
+                    outcome = GIVEN_UP
                 else:
-                    call.granted = None
-                    await self._make(attempt, call)
+                    if call.stopped:
+                        task.uncancel()  # the transport has swallowed it
+                finally:
+                    call.task = None
+                self._ended(attempt, outcome)
         except BaseException:
             self.cancel(job)
             raise
@@ -115,32 +131,12 @@ class Runner:
             raise JobFailed("a transport said that it was done and gave no reply")
         return call.reply
 
-    async def _make(self, attempt: Attempt, call: Call) -> None:
-        """One attempt in the caller's task. Cancelled by the pool, it ends; cancelled from outside, so does the job."""
-        task = asyncio.current_task()
-        assert task is not None
-        before, call.stopped = task.cancelling(), False
-        attempt.handle = call.task = task
-        try:
-            outcome = await self._send(attempt, call)
-        except asyncio.CancelledError:
-            if not call.stopped or task.uncancel() > before:
-                attempt.handle = None
-                raise
-            outcome = CANCELLED
-        else:
-            if call.stopped:
-                task.uncancel()  # the transport has swallowed it
-        finally:
-            call.task = None
-        self._ended(attempt, outcome)
-
     async def _make_apart(self, attempt: Attempt, call: Call) -> None:
         """One attempt in a task of its own. It never raises: how it ended is reported."""
         try:
             outcome = await self._send(attempt, call)
         except asyncio.CancelledError:
-            outcome = CANCELLED
+            outcome = GIVEN_UP
         self._ended(attempt, outcome)
 
     async def _send(self, attempt: Attempt, call: Call) -> Outcome:
@@ -154,7 +150,7 @@ class Runner:
                 outcome = outcome.of_kind(kind)
         except Exception as error:  # noqa: BLE001 - a transport's or a hook's bug fails this job alone, by name
             return Outcome(Kind.FINAL, f"transport or hook raised {type(error).__name__}: {error}")
-        if outcome.kind is Kind.DONE:
+        if outcome.kind is DONE:
             call.reply = reply
         return outcome
 
@@ -172,11 +168,16 @@ class Runner:
             else:
                 call.granted = attempt
                 call.wake()
+        self._look_again(loop, now)
+
+    def _look_again(self, loop: asyncio.AbstractEventLoop, now: float) -> None:
+        """Ends what is over, and sets the timer for the next look."""
+        scheduler = self._scheduler
         for job in scheduler.take_finished():
             self._resolve(job, job.error)
         wake_at = scheduler.wake_at(now)
         timer = self._timer
-        if timer is not None and (timer.cancelled() or self._timer_at > wake_at or self._timer_at <= now):
+        if timer is not None and (self._timer_at > wake_at or self._timer_at <= now or timer.cancelled()):
             timer.cancel()
             timer = self._timer = None
         if timer is None and wake_at < math.inf:
@@ -212,7 +213,7 @@ class Runner:
             return
         call: Call = attempt.job.payload
         if attempt.handle is None:
-            self._settle(attempt, CANCELLED)
+            self._settle(attempt, GIVEN_UP)
             return
         task: asyncio.Task[object] = attempt.handle
         if task is call.task:
@@ -222,7 +223,7 @@ class Runner:
         else:
             task.cancel()
             # A task that has not begun never will, so its end is reported from outside.
-            task.add_done_callback(lambda _: self._ended(attempt, CANCELLED))
+            task.add_done_callback(lambda _: self._ended(attempt, GIVEN_UP))
 
     def _settle(self, attempt: Attempt, outcome: Outcome) -> None:
         if attempt.handle is OVER:
@@ -240,9 +241,14 @@ class Runner:
             self.stop(loser)
 
     def _ended(self, attempt: Attempt, outcome: Outcome) -> None:
-        if attempt.handle is not OVER:
-            self._settle(attempt, outcome)
+        if attempt.handle is OVER:
+            return
+        self._settle(attempt, outcome)
+        if self._scheduler.waiting:
             self.pump()
+        else:  # nothing to start at once; hedges have the timer
+            assert self.loop is not None
+            self._look_again(self.loop, self.loop.time())
 
     def _tell(self, listener: Callable[..., None], *what: object) -> None:
         try:

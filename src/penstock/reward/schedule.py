@@ -2,7 +2,7 @@
 
 Decides order (earliest due first, where each priority step moves a job's due time forward by `aging_s`, a deadline *is*
 a due time, and a job without one is due `patience_s` after it was queued: strict priorities that can't starve anyone),
-placement (lowest expected finish time plus the price of what is scarce), retries, failover, hedges, deadlines, spend.
+retries, failover, hedges and deadlines; where a job is best sent is `placing`'s, what it may cost `ledger`'s.
 Work that is turned away comes back here with its old due time; it never sleeps in a back-off of its own, so it waits
 only as long as no endpoint can take it.
 
@@ -22,7 +22,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penstock.errors import PoolError
-from penstock.reward.breaker import Health
+from penstock.reward.breaker import CLOSED, Health
+from penstock.reward.deadlines import Deadlines
 from penstock.reward.failures import (
     BudgetSpent,
     DeadlinePassed,
@@ -32,16 +33,14 @@ from penstock.reward.failures import (
     PoolClosed,
     QueueFull,
 )
-from penstock.reward.jobs import Attempt, Job, Place, Route, State
+from penstock.reward.jobs import RESOLVED, RUNNING, WAITING, Attempt, Job, Place, Route, State
+from penstock.reward.ledger import Ledger
 from penstock.reward.limits import Endpoint, PoolOptions
-from penstock.reward.retry import Kind, Outcome, RetryBudget
+from penstock.reward.placing import Nowhere, hedge_place, pick, slow_s
+from penstock.reward.retry import BROKEN, CANCELLED, DONE, FINAL, TURNED_AWAY, Kind, Outcome, RetryBudget
 
 __all__ = ["Scheduler"]
 
-LOOKAHEAD = 512
-"""Jobs looked past for one that gains from a slower endpoint; bounds the cost of placing one."""
-PASSED_OVER = 16
-"""Jobs passed over, because they broke at a place before, to find one that may go there."""
 MOST_AT_ONCE = 2
 """Second attempts of one job that may be out at the same time: a hedge can be slow, too."""
 HEDGE_LOOK_S = 0.005
@@ -58,8 +57,7 @@ class Scheduler:
         self.budget = RetryBudget(options.retry_share, options.retry_reserve)
         self.jobs = 0
         self.hedges = 0
-        self.spent = 0.0
-        self.reserved = 0.0
+        self.ledger = Ledger(options.max_spend)
         self.closed = False
         self._numbers = itertools.count()
         self._routes: dict[tuple[int, ...], Route] = {}
@@ -67,8 +65,7 @@ class Scheduler:
         self._waiting = 0
         self._live: dict[Attempt, None] = {}
         self._deferred: deque[Job] = deque()
-        self._deadlines: list[tuple[float, int, Job]] = []
-        self._stale_deadlines = 0
+        self._deadlines = Deadlines()
         self._hedge_at = -math.inf
         self._own_hedges = False
         self._finished: list[Job] = []
@@ -109,13 +106,13 @@ class Scheduler:
         due = wanted - priority * options.aging_s
         number, attempts = next(self._numbers), attempts or options.attempts
         job = Job(number, route, model, payload, now, due, deadline, tokens, attempts, hedge_after_s)
-        self._own_hedges = self._own_hedges or hedge_after_s is not None
+        if hedge_after_s is not None:
+            self._own_hedges = True
         self.jobs += 1
         self.budget.job()
         route.queue.add(job)
         self._waiting += 1
-        if deadline < math.inf:
-            heapq.heappush(self._deadlines, (deadline, job.number, job))
+        self._deadlines.add(job)
         return job
 
     def _route(self, model: str) -> Route:
@@ -169,124 +166,35 @@ class Scheduler:
 
     def _place(self, route: Route, now: float) -> Attempt | None:
         """Starts one job of a route at the place that serves it best, if that place can take it now."""
-        job = route.queue[0]
-        if len(route.places) == 1:
-            place = route.places[0]
-            if place.admission.ready_at(now, job.tokens) > now or not self._usable(place, job):
-                return None
-            if self.options.max_spend is not None and not self._affordable(place, job):
-                self._unaffordable(route, job)
-                return None
-            route.queue.pop()
-            return self._start(job, place, now)
-        return self._choose(route, job, now)
-
-    def _choose(self, route: Route, head: Job, now: float) -> Attempt | None:
-        free: list[tuple[float, int]] = []
-        busy: list[tuple[float, int]] = []
-        affordable = False
-        for n, place in enumerate(route.places):
-            if not self._usable(place, head):
-                continue
-            if not self._affordable(place, head):
-                continue
-            affordable = True
-            door = place.admission
-            ready = door.ready_at(now, head.tokens)
-            service_s = route.service_s(place)
-            wait_s = ready - now if ready < math.inf else service_s / max(1, door.gate.cap)
-            cost = (wait_s + service_s) / place.endpoint.weight
-            cost += self.options.seconds_per_unit * place.money(head.tokens) + self._scarcity_s(
-                route, place, head.tokens
-            )
-            if ready <= now:
-                free.append((cost, n))
-            elif door.breaker.health is Health.CLOSED:
-                busy.append((cost, n))
-        if not affordable:
-            self._unaffordable(route, head)
-            return None
-        for cost, n in sorted(free):
-            index = self._index_for(route, cost, busy, head.tokens)
-            place = route.places[n]
-            if index < len(route.queue) and (job := self._pick(route, index, place, head, now)) is not None:
-                return self._start(job, place, now)
+        found = pick(route, self._routes.values(), now, self.options, self.ledger)
+        if isinstance(found, tuple):
+            return self._start(*found, now)
+        if found is Nowhere.UNAFFORDABLE:
+            self._unaffordable(route)
         return None
-
-    def _index_for(self, route: Route, cost: float, busy: list[tuple[float, int]], tokens: float) -> int:
-        """Index of the first waiting job that a free place of this cost finishes sooner than waiting for better ones.
-
-        The job at index k gets its turn at the better places after `k / their throughput`.
-        """
-        better = [(other, n) for other, n in busy if other < cost]
-        if not better:
-            return 0
-        rate = sum(route.places[n].admission.throughput(route.service_s(route.places[n]), tokens) for _, n in better)
-        ahead = (cost - min(other for other, _ in better)) * rate
-        return LOOKAHEAD if ahead > LOOKAHEAD else max(1, int(ahead))
-
-    def _pick(self, route: Route, index: int, place: Place, head: Job, now: float) -> Job | None:
-        """Takes out the job at `index`, or one of the next few if that one must not go to this place."""
-        queue, door = route.queue, place.admission
-        for k in range(index, min(len(queue), index + PASSED_OVER)):
-            job = queue[k]
-            if not self._allowed(job, place) or not door.fits(job.tokens):
-                continue
-            if job is head or (job.tokens <= head.tokens and self.options.max_spend is None):
-                return queue.pop(k)
-            if door.ready_at(now, job.tokens) <= now and self._affordable(place, job):
-                return queue.pop(k)
-        return None
-
-    @staticmethod
-    def _allowed(job: Job, place: Place) -> bool:
-        """Whether a job may go to a place: not where it broke before while a healthy place is untried."""
-        if place not in job.failed_on:
-            return True
-        return not any(
-            other not in job.failed_on and other.admission.breaker.health is Health.CLOSED for other in job.route.places
-        )
-
-    @staticmethod
-    def _usable(place: Place, job: Job) -> bool:
-        return not place.retired and place.admission.fits(job.tokens)
-
-    def _scarcity_s(self, route: Route, place: Place, tokens: float) -> float:
-        """Shadow price of a place: how long jobs that have fewer places to go to are waiting for it."""
-        if len(self._routes) == 1:
-            return 0.0
-        longest, own = 0.0, set(route.places)
-        for other in self._routes.values():
-            if other.queue and place in other.places and set(other.places) < own:
-                longest = max(longest, len(other.queue) / max(other.throughput(tokens), 1e-9))
-        return longest
 
     def _start(self, job: Job, place: Place, now: float, hedge: bool = False) -> Attempt:
-        money = place.money(job.tokens)
+        money = place.money(job.tokens) if place.priced else 0.0
         attempt = Attempt(job, place, place.admission.admit(now, job.tokens), money, hedge)
-        self.reserved += money
+        self.ledger.reserved += money
         job.live = (*job.live, attempt)
         if not hedge:
-            job.state = State.RUNNING
+            job.state = RUNNING
             self._waiting -= 1
             after_s = job.hedge_after_s or self.options.hedge_after_s or place.admission.latency.slow_s
-            self._hedge_at = min(self._hedge_at, now + after_s)
+            if now + after_s < self._hedge_at:
+                self._hedge_at = now + after_s
         self._live[attempt] = None
         return attempt
 
-    # Money
-
-    def _affordable(self, place: Place, job: Job) -> bool:
-        limit = self.options.max_spend
-        return limit is None or self.spent + self.reserved + place.money(job.tokens) <= limit * (1 + 1e-9)
-
-    def _unaffordable(self, route: Route, job: Job) -> None:
-        """No place is affordable: wait for reservations to be settled, or fail where there are none."""
+    def _unaffordable(self, route: Route) -> None:
+        """No place is affordable for a route's first job: it waits for reservations, or fails where there are none."""
         if not self._live:
-            route.queue.remove(job)
+            job = route.queue.pop()
             self._waiting -= 1
             self._finish(
-                job, error=BudgetSpent(f"{self.spent:.4g} of the pool's max_spend of {self.options.max_spend} is spent")
+                job,
+                BudgetSpent(f"{self.ledger.spent:.4g} of the pool's max_spend of {self.options.max_spend} is spent"),
             )
 
     # Hedges
@@ -298,7 +206,7 @@ class Scheduler:
             job = attempt.job
             if attempt is not job.live[-1] or len(job.live) > MOST_AT_ONCE:
                 continue  # a later attempt is out: its age counts
-            after_s = job.hedge_after_s or self.options.hedge_after_s or self._slow_s(attempt)
+            after_s = job.hedge_after_s or self.options.hedge_after_s or slow_s(attempt, self.options.seconds_per_unit)
             if attempt.sent.sent_at + after_s > now:
                 following = min(following, attempt.sent.sent_at + after_s)
                 if alike:
@@ -306,7 +214,7 @@ class Scheduler:
                 continue
             if self.hedges + 1 > self.options.hedge_share * self.jobs:
                 break
-            place, ready = self._hedge_place(attempt, now)
+            place, ready = hedge_place(attempt, now, self.ledger)
             if place is None:
                 following = min(following, ready)
                 continue
@@ -314,46 +222,6 @@ class Scheduler:
             self.hedges += 1
             started.append(self._start(job, place, now, hedge=True))
         self._hedge_at = max(following, now + HEDGE_LOOK_S)
-
-    def _slow_s(self, attempt: Attempt) -> float:
-        """Age at which an attempt is slow: for its endpoint, or 0 where another one needs less than half of its time.
-
-        The second case is the end of a batch, when a fast endpoint has run out of work and a slow one has not.
-        """
-        route = attempt.job.route
-        slow_s = attempt.place.admission.latency.slow_s
-        if len(route.places) > 1 and slow_s < math.inf:
-            fastest_s = min(
-                (
-                    route.service_s(p) + self.options.seconds_per_unit * p.money(attempt.job.tokens)
-                    for p in route.places
-                    if p.admission.latency.count and p is not attempt.place
-                ),
-                default=math.inf,
-            )
-            if 2 * fastest_s < attempt.place.admission.latency.mean_s:
-                return 0.0
-        return slow_s
-
-    def _hedge_place(self, attempt: Attempt, now: float) -> tuple[Place | None, float]:
-        """Where a second attempt may go at once, on another endpoint where there is one; or when to ask again."""
-        job = attempt.job
-        places = [
-            place
-            for place in job.route.places
-            if place.admission.breaker.health is Health.CLOSED
-            and self._allowed(job, place)
-            and self._usable(place, job)
-            and self._affordable(place, job)
-        ]
-        others = [place for place in places if place is not attempt.place] or places
-        ready = [(place.admission.ready_at(now, job.tokens), n) for n, place in enumerate(others)]
-        if not ready:
-            return None, math.inf
-        free = [others[n] for at, n in ready if at <= now]
-        if not free:
-            return None, min(ready)[0]
-        return min(free, key=job.route.service_s), now
 
     # Answers in
 
@@ -363,22 +231,22 @@ class Scheduler:
         place.admission.settle(attempt.sent, now, outcome)
         place.count(outcome)
         del self._live[attempt]
-        job.live = tuple(other for other in job.live if other is not attempt)
-        if len(self.places) > 1 or self._hedge_at == math.inf:
-            self._hedge_at = min(self._hedge_at, now + HEDGE_LOOK_S)
-        self._pay(attempt, outcome)
-        if job.state is State.RESOLVED:
+        job.live = () if len(job.live) == 1 else tuple(other for other in job.live if other is not attempt)
+        self.ledger.settle(attempt, outcome)
+        if not self._live:
+            self.ledger.nothing_out()
+        if (len(self.places) > 1 or self._hedge_at == math.inf) and now + HEDGE_LOOK_S < self._hedge_at:
+            self._hedge_at = now + HEDGE_LOOK_S
+        if job.state is RESOLVED:
             return ()
         kind = outcome.kind
-        if kind is Kind.DONE or kind is Kind.FINAL:
+        if kind is DONE or kind is FINAL:
             job.outcome = outcome
-            losers = job.live
-            error = None if kind is Kind.DONE else self._failure(job, outcome, place)
-            self._finish(job, error)
-            return losers
-        if kind is Kind.BROKEN or kind is Kind.SPENT:
+            self._finish(job, None if kind is DONE else self._failure(job, outcome, place))
+            return job.live
+        if kind is BROKEN or kind is Kind.SPENT:
             job.failed_on = (*job.failed_on, place)
-        if kind is Kind.BROKEN:
+        if kind is BROKEN:
             job.attempts += 1
         job.outcome = outcome
         if job.live:
@@ -393,10 +261,10 @@ class Scheduler:
             self._finish(job, PoolClosed("the pool was shut down before the job was answered"))
         elif not job.route.places:
             self._finish(job, NoEndpoint(f"no endpoint of the pool serves model '{job.model}' any more"))
-        elif outcome.kind is Kind.TURNED_AWAY:
+        elif outcome.kind is TURNED_AWAY:
             job.turned_away += 1
             self._requeue(job)
-        elif outcome.kind is Kind.CANCELLED:
+        elif outcome.kind is CANCELLED:
             self._requeue(job)
         elif outcome.kind is Kind.SPENT:
             if all(p.admission.breaker.health is Health.SPENT for p in job.route.places):
@@ -413,37 +281,22 @@ class Scheduler:
 
     @staticmethod
     def _failure(job: Job, outcome: Outcome, place: Place) -> PoolError:
-        tried = f" (attempt {job.attempts} of {job.max_attempts})" if outcome.kind is Kind.BROKEN else ""
+        tried = f" (attempt {job.attempts} of {job.max_attempts})" if outcome.kind is BROKEN else ""
         detail = f": {outcome.body[:200]}" if outcome.body else ""
         return JobFailed(
             f"{place.endpoint.label}: {outcome.cause}{tried}{detail}", outcome.status, outcome.body, job.attempts
         )
 
-    def _pay(self, attempt: Attempt, outcome: Outcome) -> None:
-        self.reserved -= attempt.money
-        if not self._live:
-            self.reserved = 0.0  # rounding
-        if outcome.kind is Kind.DONE:
-            tokens = attempt.job.tokens if outcome.tokens is None else outcome.tokens
-            money = attempt.place.money(tokens)
-        elif outcome.kind is Kind.CANCELLED and not attempt.place.endpoint.refunds_cancelled:
-            money = attempt.money
-        else:
-            return
-        self.spent += money
-        attempt.place.spent += money
-
     def _requeue(self, job: Job) -> None:
-        job.state = State.WAITING
+        job.state = WAITING
         job.route.queue.add(job)
         self._waiting += 1
 
-    def _finish(self, job: Job, error: PoolError | None = None, in_heap: bool = True) -> None:
-        job.state = State.RESOLVED
+    def _finish(self, job: Job, error: PoolError | None) -> None:
+        job.state = RESOLVED
         job.error = error
         self._finished.append(job)
-        if in_heap:
-            self._forget_deadline(job)
+        self._deadlines.over(job)
 
     def take_finished(self) -> list[Job]:
         """Jobs resolved since the last call, each exactly once in its life."""
@@ -456,44 +309,33 @@ class Scheduler:
 
     def cancel(self, job: Job) -> Sequence[Attempt]:
         """The caller no longer wants the answer; returns the attempts to cancel. The job isn't among the finished."""
-        if job.state is State.RESOLVED:
+        if job.state is RESOLVED:
             return ()
         self._unqueue(job)
-        job.state = State.RESOLVED
-        self._forget_deadline(job)
+        job.state = RESOLVED
+        self._deadlines.over(job)
         return job.live
 
     def _unqueue(self, job: Job) -> None:
-        if job.state is State.WAITING and job.route.queue.remove(job):
+        if job.state is WAITING and job.route.queue.remove(job):
             self._waiting -= 1
         elif job.state is State.DEFERRED:
             self._deferred.remove(job)
 
     def overdue(self, now: float) -> list[Attempt]:
         """Fails all jobs whose deadline has passed; returns their attempts, for the edge to cancel."""
+        if self._deadlines.next_at() > now:
+            return []
         lost: list[Attempt] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, job = heapq.heappop(self._deadlines)
-            if job.state is State.RESOLVED:
-                self._stale_deadlines -= 1
-                continue
+        for job in self._deadlines.take_passed(now):
             self._unqueue(job)
             where = _whereabouts(job)
             last = f"; last: {job.outcome.cause}" if job.outcome is not None else ""
             waited_s = now - job.queued_at
-            self._finish(job, DeadlinePassed(f"no answer after {waited_s:.3g} s ({where}){last}"), in_heap=False)
+            job.state, job.error = RESOLVED, DeadlinePassed(f"no answer after {waited_s:.3g} s ({where}){last}")
+            self._finished.append(job)
             lost.extend(job.live)
         return lost
-
-    def _forget_deadline(self, job: Job) -> None:
-        """Entries of the heap whose job is over are dropped when they outnumber the others."""
-        if job.deadline == math.inf:
-            return
-        self._stale_deadlines += 1
-        if self._stale_deadlines > 64 and 2 * self._stale_deadlines > len(self._deadlines):
-            self._deadlines = [entry for entry in self._deadlines if entry[2].state is not State.RESOLVED]
-            heapq.heapify(self._deadlines)
-            self._stale_deadlines = 0
 
     def close(self) -> list[Attempt]:
         """Fails every job that isn't running and takes no more; returns the attempts that still run."""
@@ -520,8 +362,7 @@ class Scheduler:
             if place is None:
                 place = Place(endpoint, options)
             else:
-                place.endpoint = endpoint
-                place.admission.redeclare(endpoint, options, now)
+                place.redeclare(endpoint, options, now)
             places.append(place)
         leaving = [place for place in self.places if place.retired or place in kept.values()]
         for place in leaving:
@@ -529,6 +370,7 @@ class Scheduler:
         waiting = [job for route in self._routes.values() for job in route.queue]
         self.places = places + [place for place in leaving if place.admission.in_flight]
         self.options = options
+        self.ledger.max_spend = options.max_spend
         self.budget.redeclare(options.retry_share, options.retry_reserve)
         self._routes, self._route_of, self._waiting = {}, {}, 0
         for job in [*waiting, *self._deferred, *{attempt.job: None for attempt in self._live}]:
@@ -540,7 +382,7 @@ class Scheduler:
                 else:
                     self._drop(job, error)
                 continue
-            if job.state is State.WAITING:
+            if job.state is WAITING:
                 job.route.queue.add(job)
                 self._waiting += 1
 
@@ -553,7 +395,7 @@ class Scheduler:
 
     def wake_at(self, now: float) -> float:
         """The next time at which `dispatch` or `overdue` may have something to do without any event; or infinity."""
-        wake = self._deadlines[0][0] if self._deadlines else math.inf
+        wake = self._deadlines.next_at()
         if self._waiting:
             for route in self._routes.values():
                 if route.queue:
@@ -569,6 +411,11 @@ class Scheduler:
         return wake
 
     @property
+    def spent(self) -> float:
+        """Money, in the endpoints' currency."""
+        return self.ledger.spent
+
+    @property
     def waiting(self) -> int:
         return self._waiting + len(self._deferred)
 
@@ -581,5 +428,5 @@ def _whereabouts(job: Job) -> str:
     """Where a job is that has run out of time, and what keeps it there if that is no queue's length."""
     if job.live:
         return f"at {job.live[0].place.endpoint.label}"
-    out = all(place.admission.breaker.health is not Health.CLOSED for place in job.route.places)
+    out = all(place.admission.breaker.health is not CLOSED for place in job.route.places)
     return "in the queue; every endpoint for it is out" if out else "in the queue"

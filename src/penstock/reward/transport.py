@@ -18,17 +18,18 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import aiohttp
 import msgspec
 from multidict import CIMultiDict
 from yarl import URL
 
+from penstock.reward.expiry import Expiry
 from penstock.reward.headers import retry_after_s, told_limits
 from penstock.reward.helpers import HELPERS
 from penstock.reward.limits import Endpoint, read_key
-from penstock.reward.retry import Kind, Outcome, kind_of_error, kind_of_status
+from penstock.reward.retry import DONE, Kind, Outcome, kind_of_error, kind_of_status
 
 __all__ = ["FunctionTransport", "HttpTransport", "Reply", "Request", "Transport"]
 
@@ -96,100 +97,130 @@ class HttpTransport:
         self._ssl = ssl_context
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._expiry: Expiry | None = None
         self._let_go: Callable[[], object] = _nothing
-        self._headers: dict[str, CIMultiDict[str]] = {}
-        self._urls: dict[tuple[str, str], URL] = {}
-        self._timeouts: dict[tuple[float, float], aiohttp.ClientTimeout] = {}
+        self._ways: dict[tuple[str, str], _Way] = {}
 
-    def _open(self) -> aiohttp.ClientSession:
+    def _open(self) -> tuple[aiohttp.ClientSession, Expiry]:
         loop = asyncio.get_running_loop()
-        if self._session is None or self._session.closed or self._loop is not loop:
+        if self._session is None or self._expiry is None or self._session.closed or self._loop is not loop:
             self._let_go()
             # Concurrency is bounded by the endpoints' gates; a second bound here would queue behind their backs.
             connector = aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=self.KEEP_ALIVE_S, ssl=self._ssl if self._ssl is not None else True
             )
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-            self._loop = loop
+            self._loop, self._expiry = loop, Expiry(loop)
             self._let_go = weakref.finalize(self, _close_left_open, self._session, loop)
-        return self._session
+        return self._session, self._expiry
 
     def forget_headers(self) -> None:
         """Reads keys and headers again: the declaration changed."""
-        self._headers.clear()
-        self._urls.clear()
+        self._ways.clear()
 
     async def close(self) -> None:
-        if self._session is not None:
+        if self._session is not None and self._expiry is not None:
+            self._expiry.close()
             await self._session.close()
             self._session = None
 
-    def _timeout(self, total_s: float, connect_s: float) -> aiohttp.ClientTimeout:
-        timeout = self._timeouts.get((total_s, connect_s))
-        if timeout is None:
-            if len(self._timeouts) > 1000:
-                self._timeouts.clear()
-            # `connect` covers the name look-up as well, `sock_connect` one address of those that it gave.
-            connect_s = min(connect_s, total_s)
-            timeout = aiohttp.ClientTimeout(total=total_s, connect=connect_s, sock_connect=connect_s)
-            self._timeouts[total_s, connect_s] = timeout
-        return timeout
-
-    def _url(self, endpoint: Endpoint, path: str) -> URL:
-        url = self._urls.get((endpoint.url, path))
-        if url is None:
-            base = endpoint.url.rstrip("/")
-            base = base.removesuffix("/v1") if path in ROOT_PATHS else base
-            url = self._urls[endpoint.url, path] = URL(base + path)
-        return url
-
-    def _header(self, endpoint: Endpoint) -> CIMultiDict[str]:
-        headers = self._headers.get(endpoint.label)
-        if headers is None:
-            headers = CIMultiDict({"Content-Type": "application/json", **endpoint.headers})
-            if key := read_key(endpoint):
-                headers["Authorization"] = f"Bearer {key}"
-            self._headers[endpoint.label] = headers
-        return headers
-
-    def _key(self, endpoint: Endpoint) -> str:
-        """The key that was sent, so that an answer which quotes it can be shown without."""
-        return self._header(endpoint).get("Authorization", "").removeprefix("Bearer ")
+    def _way(self, endpoint: Endpoint, path: str) -> _Way:
+        way = self._ways.get((endpoint.name or endpoint.url, path))
+        if way is None:
+            way = self._ways[endpoint.label, path] = _Way.of(endpoint, path)
+        return way
 
     async def send(
         self, endpoint: Endpoint, request: Request, timeout_s: float, chunk: Callable[[bytes], Awaitable[None]] | None
     ) -> tuple[Outcome, Reply | None]:
+        session, expiry = self._open()
+        way = self._way(endpoint, request.path)
+        if chunk is not None:
+            return await self._stream(session, endpoint, way, request, timeout_s, chunk)
+        task = asyncio.current_task()
+        assert task is not None
+        cancelling = task.cancelling()
+        expiry.begin(task, timeout_s)
         try:
-            response = await self._open().post(
-                self._url(endpoint, request.path),
-                data=request.payload(endpoint),
-                headers=self._header(endpoint),
-                timeout=self._timeout(timeout_s, endpoint.connect_timeout_s),
+            response = await session.post(
+                way.url,
+                data=aiohttp.BytesPayload(request.payload(endpoint), content_type="application/json"),
+                headers=way.headers,
+                timeout=way.timeout,
                 allow_redirects=False,
             )
-            try:
-                if chunk is not None and response.status == 200:
-                    return await self._stream(response, chunk)
-                return _understood(endpoint, response.status, response.headers, await response.read(), self._key)
-            finally:
-                response.release()
+            # Read to its end, or closed by what goes wrong: either way nothing is left to release.
+            body = await response.read()
+        except asyncio.CancelledError as cancelled:
+            if not expiry.was_late(task, cancelling):
+                raise
+            return _broken(TimeoutError(*cancelled.args), timeout_s), None
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            return Outcome(Kind.BROKEN, _cause(error, timeout_s), error=error), None
+            return _broken(error, timeout_s), None
+        finally:
+            expiry.end(task, timeout_s)
+        return _understood(endpoint, response.status, response.headers, body, way)
 
     async def _stream(
-        self, response: aiohttp.ClientResponse, chunk: Callable[[bytes], Awaitable[None]]
+        self,
+        session: aiohttp.ClientSession,
+        endpoint: Endpoint,
+        way: _Way,
+        request: Request,
+        timeout_s: float,
+        chunk: Callable[[bytes], Awaitable[None]],
     ) -> tuple[Outcome, Reply | None]:
         """Hands a body on piece by piece. A break after the first piece is final: what was said can't be unsaid."""
         begun = False
         try:
-            async for piece in response.content.iter_any():
-                begun = True
-                await chunk(piece)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            kind = Kind.FINAL if begun else Kind.BROKEN
-            return Outcome(kind, f"stream broke off: {_cause(error, 0.0)}", response.status, error=error), None
+            async with (
+                asyncio.timeout(timeout_s),
+                session.post(
+                    way.url,
+                    data=aiohttp.BytesPayload(request.payload(endpoint), content_type="application/json"),
+                    headers=way.headers,
+                    timeout=way.timeout,
+                    allow_redirects=False,
+                ) as response,
+            ):
+                if response.status != 200:
+                    return _understood(endpoint, response.status, response.headers, await response.read(), way)
+                async for piece in response.content.iter_any():
+                    begun = True
+                    await chunk(piece)
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            if not begun:
+                return _broken(error, timeout_s), None
+            return Outcome(Kind.FINAL, f"stream broke off: {_cause(error, timeout_s)}", 200, error=error), None
         told = told_limits(response.headers, time.time())
-        return Outcome(Kind.DONE, status=response.status, told=told), Reply(None, b"", response.status)
+        return Outcome(Kind.DONE, status=200, told=told), Reply(None, b"", 200)
+
+
+class _Way(NamedTuple):
+    """What all requests to one path of one endpoint have in common, made once."""
+
+    url: URL
+    headers: CIMultiDict[str]
+    timeout: aiohttp.ClientTimeout
+    key: str
+    """The key that is sent, so that an answer which quotes it can be shown without."""
+
+    @classmethod
+    def of(cls, endpoint: Endpoint, path: str) -> _Way:
+        base = endpoint.url.rstrip("/")
+        base = base.removesuffix("/v1") if path in ROOT_PATHS else base
+        headers, key = CIMultiDict(endpoint.headers), read_key(endpoint)
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        # `connect` covers the name look-up as well, `sock_connect` one address of those that it gave. The time for the
+        # whole answer is kept here, by one timer for all requests (`expiry`).
+        connect_s = min(endpoint.connect_timeout_s, endpoint.timeout_s)
+        timeout = aiohttp.ClientTimeout(total=None, connect=connect_s, sock_connect=connect_s)
+        return cls(URL(base + path), headers, timeout, key)
+
+
+def _broken(error: BaseException, timeout_s: float) -> Outcome:
+    return Outcome(Kind.BROKEN, _cause(error, timeout_s), error=error)
 
 
 def _cause(error: BaseException, timeout_s: float) -> str:
@@ -248,7 +279,7 @@ def _shown(text: str, key: str) -> str:
 
 
 def _understood(
-    endpoint: Endpoint, status: int, headers: Mapping[str, str], body: bytes, key: Callable[[Endpoint], str]
+    endpoint: Endpoint, status: int, headers: Mapping[str, str], body: bytes, way: _Way
 ) -> tuple[Outcome, Reply | None]:
     """What a whole answer means. A 200 that isn't JSON, or that holds nothing but an error, is no answer."""
     wall_s = time.time()
@@ -260,14 +291,16 @@ def _understood(
             return Outcome(Kind.BROKEN, f"answer is not JSON: {error}", status, told=told), None
         if isinstance(value, dict):
             if value.get("error"):
-                return _error_in_body(value["error"], told, key(endpoint)), None
+                return _error_in_body(value["error"], told, way.key), None
             usage = value.get("usage")
             tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
             tokens = float(tokens) if isinstance(tokens, int | float) else None
         else:
             tokens = None
-        return Outcome(Kind.DONE, "", status, tokens, None, told), Reply(value, body, status, headers, endpoint.label)
-    shown = _shown(body[: 4 * BODY_SHOWN].decode("utf-8", "replace"), key(endpoint))
+        return Outcome(DONE, "", status, tokens, None, told), Reply(
+            value, body, status, headers, endpoint.name or endpoint.url
+        )
+    shown = _shown(body[: 4 * BODY_SHOWN].decode("utf-8", "replace"), way.key)
     kind = Kind.FINAL if 300 <= status < 400 else kind_of_status(status, shown)
     return Outcome(kind, f"HTTP {status}", status, None, retry_after_s(headers, wall_s), told, shown), None
 
