@@ -44,3 +44,15 @@ def test_all_room_is_used_and_the_ends_are_level(pairs: list[tuple[int, int]], w
             # Its last sample went where the queue was shortest: nobody with room left is better off.
             others = [after[j] / s for j, (_, s) in enumerate(pairs) if after[j] < s + cap]
             assert all((after[k] - 1) / size <= other for other in others)
+
+
+def test_the_first_to_hold_a_version_leaves_the_others_their_share() -> None:
+    policy = ShortestQueue(8)
+    one = [InstanceLoad("a", 0, 64)]
+    assert len(policy.assign(Queue(fresh=40, coming=3), one)) == 10
+    assert len(policy.assign(Queue(fresh=40), one)) == 40
+    later = [InstanceLoad("a", 10, 64), InstanceLoad("b", 0, 64)]
+    assert policy.assign(Queue(fresh=30, coming=2), later) == [1] * 10
+    unlike = [InstanceLoad("a", 0, 64), InstanceLoad("b", 0, 32)]
+    picks = policy.assign(Queue(fresh=40, coming=2), unlike)
+    assert (picks.count(0), picks.count(1)) == (14, 7)

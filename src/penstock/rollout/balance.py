@@ -59,6 +59,8 @@ class Queue:
     """Number of the first fresh one, counted over the batch."""
     samples_per_prompt: int = 1
     moved: int = 0
+    coming: int = 0
+    """Instances that are loading the batch's weights, or are about to take part for another reason."""
 
     @property
     def waiting(self) -> int:
@@ -162,7 +164,7 @@ class ShortestQueue:
             raise ValueError(f"max_pending is {self.max_pending}; it must be 0 or more")
 
     def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
-        picks = self._spread(queue.moved, queue.fresh, loads)
+        picks = self._spread(queue, loads)
         if not self.affinity or queue.samples_per_prompt == 1 or len(picks) - queue.moved < 2:
             return picks
         return picks[: queue.moved] + _together(queue, picks[queue.moved :], queue.moved)
@@ -202,13 +204,27 @@ class ShortestQueue:
         """The same for samples that nothing was spent on yet; at most `room`."""
         return self.room(load)
 
-    def _spread(self, moved: int, fresh: int, loads: Sequence[InstanceLoad]) -> list[int]:
+    def _spread(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
+        moved, fresh = queue.moved, queue.fresh
         held = [load.samples for load in loads]
         weights = [self.weight(load) for load in loads]
         picks = _deal(moved, held, weights, [self.room(load) for load in loads]) if moved else []
         if len(picks) < moved:
             return picks
-        return picks + _deal(fresh, held, weights, [self.fresh_room(load) for load in loads])
+        rooms = [self.fresh_room(load) for load in loads]
+        if queue.coming and loads:
+            rooms = _shared(rooms, held, weights, fresh, queue.coming)
+        return picks + _deal(fresh, held, weights, rooms)
+
+
+def _shared(rooms: Sequence[int], held: Sequence[int], weights: Sequence[float], fresh: int, coming: int) -> list[int]:
+    """Rooms no larger than an instance's share of all work once `coming` more like the mean are there.
+
+    Without this the first instance to hold a version takes a small batch whole, and the others find nothing.
+    """
+    all_of_it = sum(held) + fresh
+    total = sum(weights) * (1 + coming / len(weights))
+    return [min(room, max(1, -int(-all_of_it * weight // total))) for room, weight in zip(rooms, weights)]
 
 
 def load_policy(path: str, **options: object) -> BalancePolicy:

@@ -89,8 +89,11 @@ class Balancing:
 
     # ---- shown
 
-    def assign(self, batch: Batch, loads: Sequence[InstanceLoad]) -> list[int]:
-        """The policy's picks for a batch's waiting samples, which it may put in another order first."""
+    def assign(self, batch: Batch, loads: Sequence[InstanceLoad], coming: int = 0) -> list[int]:
+        """The policy's picks for a batch's waiting samples, which it may put in another order first.
+
+        `coming`: instances that will take part and are not among `loads` yet.
+        """
         if len(batch.moved) > 1:
             rows = list(batch.moved)
             batch.moved = deque(rows[k] for k in self.policy.order([sample.length for sample in rows]))
@@ -99,6 +102,7 @@ class Balancing:
             first_fresh=batch.samples - batch.fresh,
             samples_per_prompt=batch.samples_per_prompt,
             moved=len(batch.moved),
+            coming=coming,
         )
         return self.policy.assign(queue, loads)
 

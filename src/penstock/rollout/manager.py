@@ -449,7 +449,7 @@ class Manager:
                 continue
             self._try_suspects(batch, rows)
             loads = self._loads(batch)
-            for pick in self.balancing.assign(batch, loads):
+            for pick in self.balancing.assign(batch, loads, self._coming(batch)):
                 instance = loads[pick].instance
                 sample = self.tracker.place(batch, instance)
                 if sample is not None:
@@ -499,6 +499,13 @@ class Manager:
                 tokens = sum(sample.length for sample in samples)
                 self._note_moved(instance, len(samples), tokens, "they end sooner elsewhere")
         self._start(given)
+
+    def _coming(self, batch: Batch) -> int:
+        """Instances that load the batch's version for the first time of trying."""
+        return sum(
+            instance.state is State.LOADING and instance.target == batch.version and not instance.load_tries
+            for instance in self.fleet
+        )
 
     def _loads(self, batch: Batch) -> list[InstanceLoad]:
         """Instances that hold the batch's version and have the context that any of its samples may come to need."""

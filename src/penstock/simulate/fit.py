@@ -2,8 +2,8 @@
 
     wall_s = step_base_s * steps + sequence_s * tokens + context_s * (context summed over steps) + prefill * prefilled
 
-is linear in the four unknowns and stays so when rows are summed up, which is what the log's rows are. Instances whose
-speed differs by more than `LIKE` from their kind's become a kind of their own.
+is linear in the four unknowns and stays so when rows are summed up, which is what the log's rows are. Instances
+with other places, or whose speed differs by more than `LIKE`, become a kind of their own.
 
 Decides what is too little to be fitted (`ConfigError` names all that is missing), and what is said of numbers that the
 run leaves open. Refuses to know prices: no log has them.
@@ -103,17 +103,22 @@ def _enough(seen: Observed) -> None:
 
 
 def _kinds(rows: Sequence[WorkRow]) -> dict[str, list[WorkRow]]:
-    """Rows by kind of machine: reserved and remote apart, then by speed, the kind with most work first."""
+    """Rows by kind of machine: reserved and remote apart, then by places and speed, the kind with most work first."""
     found: dict[str, list[WorkRow]] = {}
     for reserved in (False, True):
         part = [row for row in rows if row.reserved is reserved]
         if not part:
             continue
-        groups = _alike(part)
+        places = {row.name: row.max_running for row in part}
+        sizes = sorted(set(places.values()))
+        groups = [group for size in sizes for group in _alike([row for row in part if places[row.name] == size])]
         groups.sort(key=lambda group: -sum(row.work.wall_s for row in group))
         for k, group in enumerate(groups):
             base = "reserved" if reserved else "spot"
-            found[base if k == 0 else f"{base}-{min(row.name for row in group)}"] = group
+            # What stands before a colon is what several instances have in common, as in a trace.
+            first = min(row.name for row in group).partition(":")[0]
+            name = base if k == 0 else f"{base}-{first}"
+            found[name if name not in found else f"{name}-{k}"] = group
     return found
 
 

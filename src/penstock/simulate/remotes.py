@@ -76,9 +76,9 @@ class Remotes:
         """Connected ones, with the weights or about to have them."""
         return [held.machine for held in self._held.values() if held.connected]
 
-    def coming(self) -> list[Machine]:
-        """Those that work on the step or will within it."""
-        return self.held()
+    def coming(self) -> int:
+        """Connected ones that pull the step's weights."""
+        return sum(held.connected and not held.machine.ready for held in self._held.values())
 
     def ready(self) -> list[Machine]:
         return [held.machine for held in self._held.values() if held.machine.ready]
@@ -175,7 +175,8 @@ class Remotes:
                 held.machine.ready = True
                 held.ready_at = self.world.clock.now
                 held.machine.at_s = max(held.machine.at_s, self.world.clock.now)
-                self.world.dispatch()
+                # Behind those that get ready in the same moment: they share.
+                self.world.clock.after(0.0, self.world.dispatch)
 
         self.world.clock.after(self.pull_s(pulling, held.machine.name), ready)
 

@@ -83,6 +83,8 @@ class World:
         self.training = False
         """The trainer holds the reserved machines and is ready, or busy."""
         self._busy = False
+        self._opening = False
+        """The reserved machines are about to generate."""
         self.token_s: float | None = None
         """Training on one token, as the last step took."""
         self._leases: dict[int, SimSample] = {}
@@ -119,10 +121,12 @@ class World:
         if (self.strategy.window is None and self.remotes.held()) or not self._wants_window():
             self._hand_over(first=True)
         else:
+            self._opening = True
             self.clock.after(profile.training.switch_s, lambda: self._open(step))
         self.clock.after(self.review_s, lambda: self._review(step))
 
     def _open(self, step: _Step) -> None:
+        self._opening = False
         if step is self.step and not self.window_open:
             self.window_open = True
             for machine in self.reserved:
@@ -196,6 +200,7 @@ class World:
             first_fresh=step.fresh,
             samples_per_prompt=self.profile.samples_per_prompt,
             moved=len(step.moved),
+            coming=self.remotes.coming() + (len(self.reserved) if self._opening else 0),
         )
         given: dict[str, Machine] = {}
         for pick in self.strategy.balance.assign(queue, self.loads(machines)):
