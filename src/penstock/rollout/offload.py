@@ -182,6 +182,9 @@ class Offload:
         if fleet == 0 or times.preemptions:
             # A machine lost within the step says nothing about the plan.
             return
+        if plan is None and self.plans:
+            # Between two sizes: machines came within the step.
+            return
         if plan is None:
             before_s = self.window_s(fleet) if self.seconds else times.window_s
             self.seconds[fleet] = max(0.0, before_s + (times.trainer_wait_s - times.remote_wait_s) / DAMPING)

@@ -63,9 +63,9 @@ class Remotes:
     def start(self) -> None:
         for change in self.trace.changes:
             if change.at_s <= 0:
-                self._change(change, quiet=True)
+                self.change(change, quiet=True)
             else:
-                self.world.clock.at(change.at_s, lambda change=change: self._change(change))  # type: ignore[misc]
+                self.world.clock.at(change.at_s, lambda change=change: self.change(change))  # type: ignore[misc]
         # A run begins with its machines up: the paper's measurements do.
         for held in self._take():
             held.connected = True
@@ -133,7 +133,8 @@ class Remotes:
 
     # ---- within
 
-    def _change(self, change: Change, quiet: bool = False) -> None:
+    def change(self, change: Change, quiet: bool = False) -> None:
+        """A machine becomes available or is taken away now; `quiet`: without anybody being taken on for it yet."""
         if change.there:
             self._available[change.node] = None
         else:

@@ -1,0 +1,470 @@
+"""The real loop on machines that come and go by a script, against the simulator on what came of it.
+
+The trainer's loop, the manager and every agent are as in any run, the agents in processes of their own; tokens and
+passes are paced, so that a busy computer does not decide what is measured. Two engines are the trainer's own
+(`rollout.window = "auto"`); remote ones go 2, 6, 0, 3: four join, all six are killed in mid-step, three join.
+
+The simulator is given the same profile, the very lengths that the engines drew, and the moments of each step at which
+machines connected and were lost (of each step and not of the run, or a second's drift would put an accident into
+another step); its policies are those of the manager. Waiting is told as the trainer's: its devices idle and
+nothing to train on, windows not counted. The overheads of the real step (loading weights, handing over, publishing)
+are measured in the run and are the simulator's too: what is compared is the waiting that the policies leave.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.bench.common import Result, at_most
+from penstock.config.run import RunConfig
+from penstock.errors import DeadlineExceeded
+from penstock.instance.engine import SequenceStart
+from penstock.instance.paced import paced_tokens
+from penstock.observe.events import Event, InstanceChanged, WeightsLoaded, WindowChanged
+from penstock.reward.scorer import Scorer
+from penstock.rollout.balanced import Balanced
+from penstock.rollout.client import RolloutClient
+from penstock.rollout.offload import Offload
+from penstock.sample import Prompt, SampleId, sample_seed
+from penstock.simulate.machine import SimSample
+from penstock.simulate.outcome import StepOutcome
+from penstock.simulate.profiles import Lengths, MachineProfile, Prices, Profile, Training
+from penstock.simulate.strategy import FixedSize, Strategy
+from penstock.simulate.traces import Change, Trace
+from penstock.simulate.world import World
+from penstock.train.actor import Actor
+from penstock.train.batching import PassBatch
+from penstock.train.checkpoint import Checkpoints
+from penstock.train.edge import EdgeLoop
+from penstock.train.loop import Trainer, TrainerPorts
+from penstock.train.mini_batch import OptimizerStep
+from penstock.train.processes import LocalProcesses
+from penstock.weights import WeightStore
+from penstock.wire import FleetStatus, Sampling
+
+DESCRIPTION = "the real loop on a scripted trace of machines, its waits against the simulator's"
+
+PROMPTS = 16
+SAMPLES_PER_PROMPT = 8
+PROMPT_TOKENS = 16
+MEAN_TOKENS = 100
+MOST_TOKENS = 300
+STOP_ID = 7
+VOCAB = 101
+RESERVED = 2
+TOKENS_PER_S = 1200.0
+"""Of one engine, over all that it runs."""
+MAX_RUNNING = 16
+MAX_PENDING = 8
+MICRO_BATCH_SAMPLES = 16
+TRAIN_TOKEN_S = 2.8e-4
+HEARTBEAT_S = 0.5
+REVIEW_S = 0.1
+"""Between two looks of the simulated manager, as of the real one."""
+SCRIPT = (2, 6, 0, 3)
+RUN_SEED = 0
+CALL_S = 60.0
+STUCK = 2.0
+"""A step that takes so many times the simulator's longest is called stuck."""
+EXPLAINED_S = 0.3
+"""Two ticks and a hand-over: what a window may differ from what its events say."""
+
+
+@dataclass
+class Measured:
+    """A run: metrics of its steps, its events, and when it began, in seconds since 1970."""
+
+    began_ts: float = 0.0
+    steps: list[dict[str, float]] = field(default_factory=list)
+    began_s: list[float] = field(default_factory=list)
+    """Of each step, since the run began."""
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def wall_s(self) -> float:
+        return sum(step["step_s"] for step in self.steps)
+
+    def total(self, name: str) -> float:
+        return sum(step[name] for step in self.steps)
+
+    def of_kind(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+class PacedActor(Actor):
+    """Passes that last `TRAIN_TOKEN_S` for each token, and weights that stay as they are."""
+
+    def accumulate(self, batch: PassBatch) -> None:
+        tokens = int(batch.mask_BT.sum()) + PROMPT_TOKENS * len(batch.mask_BT)
+        time.sleep(tokens * TRAIN_TOKEN_S)
+
+    def optimizer_step(self, position: int) -> OptimizerStep:
+        return OptimizerStep(True, 0.0, 0.0)
+
+
+class _Machines:
+    """Agents in processes, by name."""
+
+    def __init__(self, url: str, token: str, folder: Path) -> None:
+        self._url, self._token, self._folder = url, token, folder
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._born = 0
+
+    def add(self, reserved: bool = False) -> None:
+        name = f"{'own' if reserved else 'spot'}-{self._born}"
+        self._born += 1
+        words = ["--manager", self._url, "--name", name, "--engine", "paced", "--tokens-per-s", str(TOKENS_PER_S)]
+        words += ["--mean-tokens", str(MEAN_TOKENS), "--max-running", str(MAX_RUNNING), "--preemption", "none"]
+        words += ["--exit-with-stdin", *(["--reserved"] if reserved else [])]
+        with (self._folder / f"{name}.log").open("wb") as log:
+            self._processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "penstock", "join", *words],
+                env={**os.environ, "PENSTOCK_TOKEN": self._token},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+            )
+
+    def remote(self, count: int) -> None:
+        """So many remote ones: others are started, or the oldest killed."""
+        names = [name for name in self._processes if name.startswith("spot")]
+        for _ in range(count - len(names)):
+            self.add()
+        for name in names[: max(0, len(names) - count)]:
+            self._kill(name)
+
+    def close(self) -> None:
+        for name in list(self._processes):
+            self._kill(name)
+
+    def _kill(self, name: str) -> None:
+        process = self._processes.pop(name)
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=CALL_S)
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def run(quick: bool) -> list[Result]:
+    phase_s = 15.0 if quick else 40.0
+    with tempfile.TemporaryDirectory() as name:
+        measured = _measure(Path(name), phase_s)
+    simulated = _simulate(measured)
+    return _compare(measured, simulated)
+
+
+def _compare(measured: Measured, simulated: Sequence[StepOutcome]) -> list[Result]:
+    sim_wall_s = sum(step.times.step_s for step in simulated)
+    sim_wait_s = sum(step.times.trainer_wait_s for step in simulated)
+    sim_window_s = sum(step.times.window_s for step in simulated)
+    wait, sim_wait = measured.total("trainer_wait_s") / measured.wall_s, sim_wait_s / sim_wall_s
+    idle = (measured.total("trainer_wait_s") + measured.total("window_s")) / measured.wall_s
+    sim_idle = (sim_wait_s + sim_window_s) / sim_wall_s
+    changes = measured.of_kind(WindowChanged)
+    silent = sum(not change.cause for change in changes) + _unexplained(measured, changes)
+    longest = max(step.times.step_s for step in simulated)
+    stuck = sum(step["step_s"] > STUCK * longest for step in measured.steps)
+    kinds = ", ".join(
+        f"{sum(c.what == kind for c in changes)} {kind}" for kind in ("opened", "closed", "planned", "learned")
+    )
+    note = (
+        f"{len(measured.steps)} steps in {measured.wall_s:.0f} s; the simulator {len(simulated)} in {sim_wall_s:.0f} s"
+    )
+    return [
+        Result("trainer waits, real loop", wait, "share of the time", note=note),
+        Result("trainer waits, simulator", sim_wait, "share of the time"),
+        at_most("trainer waits, real loop / simulator", wait / max(sim_wait, 1e-9), 1.10, "ratio"),
+        Result("trainer waits or its engines generate, real loop", idle, "share of the time"),
+        Result("trainer waits or its engines generate, simulator", sim_idle, "share of the time"),
+        at_most("trainer waits or its engines generate, real / simulator", idle / sim_idle, 1.10, "ratio"),
+        Result("step, real loop / simulator", _ratio(measured, simulated), "ratio of the mean times"),
+        at_most(f"steps over {STUCK:g} times the simulator's longest", float(stuck), 0.0, "steps"),
+        at_most("changes of the window that no event explains", float(silent), 0.0, "changes", kinds),
+    ]
+
+
+def _ratio(measured: Measured, simulated: Sequence[StepOutcome]) -> float:
+    return (measured.wall_s / len(measured.steps)) / (sum(s.times.step_s for s in simulated) / len(simulated))
+
+
+def _unexplained(measured: Measured, changes: Sequence[WindowChanged]) -> int:
+    """Steps whose engines generated for another time than the events of their window say."""
+    found = 0
+    for number, step in enumerate(measured.steps):
+        opened: float | None = None
+        told_s = 0.0
+        for change in changes:
+            if change.batch != f"train-{number}":
+                continue
+            if change.what == "opened":
+                opened = change.elapsed_s
+            elif change.what == "closed" and opened is not None:
+                told_s += change.elapsed_s - opened
+                opened = None
+        found += abs(told_s - step["window_s"]) > EXPLAINED_S
+    return found
+
+
+# ---- the real loop
+
+
+def _measure(folder: Path, phase_s: float) -> Measured:
+    measured = Measured()
+    with _rig(folder, measured) as (trainer, machines, ready):
+        trainer.publish()
+        for _ in range(RESERVED):
+            machines.add(reserved=True)
+        machines.remote(SCRIPT[0])
+        ready(RESERVED + SCRIPT[0])
+        measured.began_ts = time.time()
+        began = time.monotonic()
+        script = threading.Thread(target=_follow, args=(machines, phase_s), name="script", daemon=True)
+        script.start()
+        while time.monotonic() - began < phase_s * len(SCRIPT):
+            measured.began_s.append(time.monotonic() - began)
+            measured.steps.append(trainer.train_step())
+        script.join(CALL_S)
+    return measured
+
+
+def _follow(machines: _Machines, phase_s: float) -> None:
+    for count in SCRIPT[1:]:
+        time.sleep(phase_s)
+        machines.remote(count)
+
+
+@contextlib.contextmanager
+def _rig(folder: Path, measured: Measured) -> Iterator[tuple[Trainer, _Machines, Callable[[int], None]]]:
+    _small_model(folder / "model")
+    config = _config(folder / "model")
+    token = secrets.token_urlsafe(16)
+    status: list[FleetStatus] = []
+    with contextlib.ExitStack() as parts:
+        threads = torch.get_num_threads()
+        parts.callback(torch.set_num_threads, threads)
+        processes = LocalProcesses(config, folder, token, measured.events.append)
+        parts.callback(processes.close)
+        url = processes.start_manager()
+        store = WeightStore("scripted", "127.0.0.1", 0, token)
+        source = store.start()
+        parts.callback(store.close)
+        edge = parts.enter_context(EdgeLoop())
+        scorer = edge.run(_open_scorer(), "loading the reward function", CALL_S)
+        parts.callback(lambda: edge.run(scorer.close(), "closing the scorer", CALL_S))
+        client = RolloutClient(url, token, measured.events.append, status.append)
+        edge.run(client.connect(), "connecting to the manager", CALL_S)
+        parts.callback(lambda: edge.run(client.close(), "closing the manager's socket", CALL_S))
+        machines = _Machines(url, token, folder)
+        parts.callback(machines.close)
+        ports = TrainerPorts(
+            rollout=client,
+            scorer=scorer,
+            weights=store,
+            weights_source=source,
+            decoder=_Decoder(),
+            prompts=_SamePrompts(_prompts()),
+            eval_prompts=(),
+            stop_ids=(STOP_ID,),
+            edge=edge,
+            emit=measured.events.append,
+            record=lambda step, metrics: None,
+            checkpoints=Checkpoints(folder / "checkpoints", 1),
+            watch=processes.check_manager,
+        )
+
+        def ready(count: int) -> None:
+            deadline = time.monotonic() + CALL_S
+            while not status or sum(row.state == "ready" for row in status[-1].instances) < count:
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(f"{count} instances were not ready in {CALL_S:g} s")
+                time.sleep(0.02)
+
+        actor = PacedActor(folder / "model", config.train, total_optimizer_steps=1, horizon_tokens=MOST_TOKENS)
+        yield Trainer(config, actor, ports), machines, ready
+
+
+async def _open_scorer() -> Scorer:
+    scorer = Scorer("penstock.reward.verifiers:random_reward")
+    await scorer.start()
+    return scorer
+
+
+class _Decoder:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return ""
+
+
+class _SamePrompts:
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+
+    def for_step(self, step: int) -> Sequence[Prompt]:
+        return self._prompts
+
+
+def _prompts() -> list[Prompt]:
+    return [Prompt(k, "", [(k * 7 + n) % 100 for n in range(PROMPT_TOKENS)], {}, f"made[{k}]") for k in range(PROMPTS)]
+
+
+def _config(model: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(model)},
+            "seed": RUN_SEED,
+            "data": {"train": [{"kind": "jsonl", "path": "unused"}], "max_prompt_tokens": PROMPT_TOKENS},
+            "manager": {"journal": "off"},
+            "rollout": {
+                "prompts_per_step": PROMPTS,
+                "samples_per_prompt": SAMPLES_PER_PROMPT,
+                "heartbeat_s": HEARTBEAT_S,
+                "max_pending_per_instance": MAX_PENDING,
+                "window": "auto",
+                "sampling": {"max_new_tokens": MOST_TOKENS},
+                "engines": {"count": 0, "max_context_tokens": 1024, "frame_steps": 4},
+            },
+            "train": {
+                "device": "cpu",
+                "threads": 1,
+                "lr": 1e-6,
+                "old_logprobs": "recompute",
+                "skip_groups_without_signal": False,
+                "tokens_per_micro_batch": MICRO_BATCH_SAMPLES * (PROMPT_TOKENS + MOST_TOKENS),
+                "min_samples_per_micro_batch": MICRO_BATCH_SAMPLES,
+            },
+        }
+    )
+
+
+def _small_model(folder: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+# ---- the simulator
+
+
+class _Stepwise(World):
+    """Changes of the trace happen so long after the beginning of a step; `changes` has them by step."""
+
+    changes: dict[int, list[Change]]
+
+    def _begin(self) -> None:
+        number = len(self.outcome.steps)
+        super()._begin()
+        for change in self.changes.get(number, ()):
+            self.clock.after(change.at_s, functools.partial(self.remotes.change, change))
+
+
+def _simulate(measured: Measured) -> list[StepOutcome]:
+    """As many steps as the real loop did."""
+    first, later = _changes(measured)
+    strategy = Strategy("penstock", Balanced(MAX_PENDING), Offload(), FixedSize(sum(SCRIPT)))
+    trace = Trace(tuple(first), measured.wall_s)
+    world = _Stepwise(_profile(measured), trace, strategy, review_s=REVIEW_S, samples=_samples)
+    world.changes = later
+    return world.run(steps=len(measured.steps)).steps
+
+
+def _profile(measured: Measured) -> Profile:
+    loads = [event.wall_s for event in measured.of_kind(WeightsLoaded)]
+    load_s = sum(loads) / len(loads)
+    rest = [s["step_s"] - s["train_s"] - s["trainer_wait_s"] - s["window_s"] for s in measured.steps]
+    machine = MachineProfile(
+        step_base_s=1e-6,
+        sequence_s=1 / TOKENS_PER_S,
+        context_s=0.0,
+        prefill_s_per_token=0.0,
+        max_running=MAX_RUNNING,
+        kv_tokens=1 << 30,
+        link_gbit_s=1.0,
+    )
+    return Profile(
+        name="paced",
+        prompts=PROMPTS,
+        samples_per_prompt=SAMPLES_PER_PROMPT,
+        weights_gb=load_s / 8,
+        store_gbit_s=1e6,
+        reserved_instances=RESERVED,
+        reserved=machine,
+        spot=machine,
+        training=Training(
+            s_per_token=TRAIN_TOKEN_S,
+            optimizer_s=max(0.0, sum(rest) / len(rest)),
+            switch_s=load_s,
+            micro_batch_samples=MICRO_BATCH_SAMPLES,
+        ),
+        prices=Prices(reserved=0.0, spot=0.0, on_demand=0.0),
+        lengths=Lengths(prompt_tokens=PROMPT_TOKENS, median_tokens=MEAN_TOKENS, max_tokens=MOST_TOKENS),
+    )
+
+
+def _changes(measured: Measured) -> tuple[list[Change], dict[int, list[Change]]]:
+    """Remote machines that are there when the run begins; and which connect and are lost later, by step, with the
+    seconds since that began."""
+    first: list[Change] = []
+    later: dict[int, list[Change]] = {}
+    for event in measured.of_kind(InstanceChanged):
+        joined = not event.before
+        if not event.name.startswith("spot") or not (joined or event.after == "gone"):
+            continue
+        at_s = event.ts - measured.began_ts
+        if at_s > measured.began_s[-1] + measured.steps[-1]["step_s"]:
+            # The run was over.
+            continue
+        step = bisect.bisect_right(measured.began_s, at_s) - 1
+        if step < 0:
+            first.append(Change(0.0, event.instance, joined))
+        else:
+            later.setdefault(step, []).append(Change(at_s - measured.began_s[step], event.instance, joined))
+    return first, later
+
+
+@functools.cache
+def _lengths(step: int) -> tuple[int, ...]:
+    """What paced engines draw for a step's samples, which depends on nothing but who they are."""
+    sampling = Sampling(max_new_tokens=MOST_TOKENS, stop_ids=(STOP_ID,))
+    found = []
+    for prompt in range(PROMPTS):
+        for replica in range(SAMPLES_PER_PROMPT):
+            seed = sample_seed(RUN_SEED, SampleId(f"train-{step}", prompt, replica))
+            start = SequenceStart(0, seed, [0], [], sampling)
+            found.append(len(paced_tokens(start, 0, MOST_TOKENS, VOCAB, 1 / MEAN_TOKENS)[0]))
+    return tuple(found)
+
+
+def _samples(step: int) -> list[SimSample]:
+    return [
+        SimSample(number, number // SAMPLES_PER_PROMPT, PROMPT_TOKENS, length)
+        for number, length in enumerate(_lengths(step))
+    ]
