@@ -27,6 +27,7 @@ from penstock.train.batching import PassBatch
 from penstock.train.forward import TokenScores, score_tokens
 from penstock.train.losses import approximate_kl, token_weights, truncated_importance
 from penstock.train.mini_batch import MiniBatch, OptimizerStep
+from penstock.train.packing import use_packing
 from penstock.train.policy_losses import get_loss
 from penstock.train.schedule import lr_at
 from penstock.train.sums import Sums
@@ -307,6 +308,7 @@ def load_causal_lm(folder: Path) -> Any:
     missing = sorted(report["missing_keys"]) + [str(key) for key in report.get("mismatched_keys", ())]
     if missing:
         raise CheckpointError(f"{folder}: weights are missing or of another shape: {', '.join(missing[:5])}")
+    use_packing(model)
     return model.eval()
 
 

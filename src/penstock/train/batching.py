@@ -1,7 +1,7 @@
 """Samples into forward and backward passes: decides who goes with whom, and lays the tokens out.
 
-Refuses to know about models and losses. Shape suffixes: `_BL`, B samples, prompt and output right-padded to L input
-tokens; `_BT`, output tokens right-padded to T; `_N`, all N output tokens of the pass in row-major order.
+Refuses to know about models and losses. Shape suffixes: `_F`, all F fed tokens of the pass, sample behind sample;
+`_BT`, B samples with their output tokens right-padded to T; `_N`, all N learned output tokens in row-major order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.sample import Sample
+from penstock.train.packing import Layout
 
 __all__ = ["PassBatch", "collate", "collate_samples", "split_passes"]
 
@@ -23,16 +24,17 @@ __all__ = ["PassBatch", "collate", "collate_samples", "split_passes"]
 class PassBatch:
     """One forward and backward pass.
 
-    The last output token is never fed: nothing is predicted from it. Hidden state (`row_N`, `column_N`) predicts the
-    n-th output token.
+    The last output token is never fed: nothing is predicted from it. The hidden state at `at_N` predicts the n-th
+    learned token.
     """
 
-    input_ids_BL: Tensor
+    input_ids_F: Tensor
+    layout: Layout
     output_ids_BT: Tensor
     mask_BT: Tensor
-    """bool: True on output tokens."""
-    row_N: Tensor
-    column_N: Tensor
+    """bool: True on output tokens that are learned from."""
+    at_N: Tensor
+    """int64: index into F."""
     advantages_BT: Tensor
     """float32; 0 on padding."""
     rollout_logprobs_BT: Tensor
@@ -44,8 +46,9 @@ class PassBatch:
     """What the critic is to learn."""
 
     @property
-    def padded_tokens(self) -> int:
-        return self.input_ids_BL.numel()
+    def tokens(self) -> int:
+        """Tokens fed."""
+        return self.input_ids_F.numel()
 
     @property
     def output_ids_N(self) -> Tensor:
@@ -54,23 +57,25 @@ class PassBatch:
     def to(self, device: torch.device) -> PassBatch:
         if device.type == "cpu":
             return self
-        tensors = {name: tensor for name in self.__slots__ if (tensor := getattr(self, name)) is not None}
-        return PassBatch(**{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        held = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in held.items() if name != "layout"}
+        return PassBatch(layout=self.layout.to(device), **moved)
 
 
 def split_passes(lengths: Sequence[int], tokens_per_micro_batch: int) -> list[list[int]]:
-    """Indices of the samples of each pass: rows x longest row is at most `tokens_per_micro_batch`.
+    """Indices of the samples of each pass: their lengths add up to at most `tokens_per_micro_batch`.
 
-    Samples are sorted by length (ties keep their order), so that little is padded. One that is longer than the budget
-    goes alone.
+    Samples are sorted by length (ties keep their order), so that those of a pass are alike. One that is longer than
+    the budget goes alone.
     """
-    order = sorted(range(len(lengths)), key=lambda k: -lengths[k])
     passes: list[list[int]] = []
-    at = 0
-    while at < len(order):
-        rows = max(1, tokens_per_micro_batch // max(1, lengths[order[at]]))
-        passes.append(order[at : at + rows])
-        at += rows
+    room = 0
+    for k in sorted(range(len(lengths)), key=lambda k: -lengths[k]):
+        if not passes or lengths[k] > room:
+            passes.append([])
+            room = tokens_per_micro_batch
+        passes[-1].append(k)
+        room -= lengths[k]
     return passes
 
 
@@ -89,11 +94,12 @@ def collate(
     outputs: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[float]] | None = None,
     advantages: Sequence[float] | None = None,
+    learned: Sequence[Sequence[bool]] | None = None,
 ) -> PassBatch:
-    """Right-padded tensors of B prompts and outputs. Every prompt and every output has at least one token.
+    """Tensors of B prompts and outputs. Every prompt and every output has at least one token.
 
     `logprobs` (of the engines) and `advantages`, one for each sample and for all its tokens, are zero where they are
-    left out.
+    left out. `learned` says which output tokens are the model's own; by default all are.
     """
     if not prompts or not all(prompts) or not all(outputs):
         raise ValueError("a pass needs samples, each with at least one prompt token and one output token")
@@ -104,20 +110,21 @@ def collate(
         fed.extend(prompt)
         fed.extend(output[:-1])
     fed_B = prompt_B + output_B - 1
-    mask_BL = torch.arange(int(fed_B.max())) < fed_B.unsqueeze(1)
-    input_ids_BL = torch.zeros(mask_BL.shape, dtype=torch.int64)
-    input_ids_BL[mask_BL] = torch.frombuffer(fed, dtype=torch.int32).to(torch.int64)
-    mask_BT = torch.arange(int(output_B.max())) < output_B.unsqueeze(1)
+    there_BT = torch.arange(int(output_B.max())) < output_B.unsqueeze(1)
+    mask_BT = there_BT.clone()
+    if learned is not None:
+        mask_BT[there_BT] = torch.tensor([one for column in learned for one in column], dtype=torch.bool)
     row_N, step_N = mask_BT.nonzero(as_tuple=True)
     advantages_B = torch.tensor(advantages or [0.0] * len(prompts), dtype=torch.float32)
+    first_B = torch.cumsum(fed_B, 0) - fed_B + prompt_B - 1
     return PassBatch(
-        input_ids_BL=input_ids_BL,
-        output_ids_BT=_padded(outputs, mask_BT, "i"),
+        input_ids_F=torch.frombuffer(fed, dtype=torch.int32).to(torch.int64),
+        layout=Layout.of(fed_B.tolist()),
+        output_ids_BT=_padded(outputs, there_BT, "i"),
         mask_BT=mask_BT,
-        row_N=row_N,
-        column_N=prompt_B[row_N] - 1 + step_N,
+        at_N=first_B[row_N] + step_N,
         advantages_BT=torch.where(mask_BT, advantages_B.unsqueeze(1), 0.0),
-        rollout_logprobs_BT=_padded(logprobs, mask_BT, "f") if logprobs is not None else torch.zeros(mask_BT.shape),
+        rollout_logprobs_BT=_padded(logprobs, there_BT, "f") if logprobs is not None else torch.zeros(mask_BT.shape),
     )
 
 

@@ -19,6 +19,7 @@ from penstock.train.actor import load_causal_lm, pick_device
 from penstock.train.batching import PassBatch
 from penstock.train.losses import token_weights
 from penstock.train.mini_batch import MiniBatch, OptimizerStep
+from penstock.train.packing import hidden_states
 from penstock.train.schedule import lr_at
 from penstock.train.sums import Sums
 
@@ -122,6 +123,6 @@ class _ValueModel(torch.nn.Module):
 
     def forward(self, batch: PassBatch) -> Tensor:
         """[N]: of the state that each output token was drawn in, which is where its logits are computed too."""
-        hidden_BLD = self.backbone(input_ids=batch.input_ids_BL, use_cache=False).last_hidden_state
-        values_N1: Tensor = self.head(hidden_BLD[batch.row_N, batch.column_N])
+        hidden_FD = hidden_states(self.backbone, batch.input_ids_F, batch.layout)
+        values_N1: Tensor = self.head(hidden_FD[batch.at_N])
         return values_N1.squeeze(1)

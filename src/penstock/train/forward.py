@@ -1,8 +1,7 @@
 """One forward pass of a Hugging Face causal LM over output tokens: log-probabilities and entropy.
 
-Decides how little is computed: no attention mask (right padding can't be seen by what stands left of it under a
-causal mask) and logits for output positions alone, in chunks where the vocabulary is large. Refuses to know about
-losses.
+Decides how little is computed: no padding, and logits for output positions alone, in chunks where the vocabulary is
+large. Refuses to know about losses.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from penstock.train.batching import PassBatch
+from penstock.train.packing import hidden_states
 
 __all__ = ["MAX_LOGITS", "TokenScores", "score_tokens"]
 
@@ -44,8 +44,7 @@ def score_tokens(
     `temperature` (above 0) is the one that the tokens were drawn at: the policy gradient's log-probabilities are those
     of the distribution that acted. verl and TRL divide the logits in the same way.
     """
-    hidden_BLD = model.base_model(input_ids=batch.input_ids_BL, use_cache=False).last_hidden_state
-    hidden_ND = hidden_BLD[batch.row_N, batch.column_N]
+    hidden_ND = hidden_states(model.base_model, batch.input_ids_F, batch.layout)[batch.at_N]
     head_VD = model.get_output_embeddings().weight
     target_N = batch.output_ids_N
     rows = max(1, max_logits // head_VD.shape[0])

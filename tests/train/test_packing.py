@@ -1,0 +1,96 @@
+"""Samples behind one another: each is seen by the model alone, and only attention is ever padded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.train.actor import load_causal_lm
+from penstock.train.batching import collate
+from penstock.train.forward import score_tokens
+from penstock.train.packing import IMPLEMENTATION, SMALL, WASTE, Layout, _buckets, hidden_states, use_packing
+
+
+def alone(model: Any, ids: list[int]) -> torch.Tensor:
+    """One sample by itself, through transformers' own attention."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        hidden: torch.Tensor = model.base_model(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+    finally:
+        model.set_attn_implementation(before)
+    return hidden
+
+
+def made(kind: str, **options: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(kind, **{**sizes, **heads, **options})
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+SAMPLES = [[3, 4, 5, 6, 7, 8, 9], [11, 12], [13], [14, 15, 16, 17, 18]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("small", [0, 10_000])
+def test_each_packed_sample_is_seen_alone(kind: str, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.train.packing.SMALL", small)
+    model = made(kind)
+    assert use_packing(model)
+    layout = Layout.of([len(ids) for ids in SAMPLES])
+    assert len(layout.buckets) == (1 if small else 3)
+    found = hidden_states(model.base_model, torch.tensor([id for ids in SAMPLES for id in ids]), layout)
+    expected = torch.cat([alone(model, ids) for ids in SAMPLES])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("mistral", {"sliding_window": 4}), ("gpt_neox", {})])
+def test_models_that_attend_in_their_own_way_are_padded_and_see_the_same(kind: str, options: dict[str, Any]) -> None:
+    model = made(kind, **options)
+    packed = use_packing(model)
+    assert packed == (kind == "gpt_neox")
+    layout = Layout.of([len(ids) for ids in SAMPLES])
+    found = hidden_states(model.base_model, torch.tensor([id for ids in SAMPLES for id in ids]), layout)
+    expected = torch.cat([alone(model, ids) for ids in SAMPLES])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_those_of_the_samples_alone(model_folder: Path) -> None:
+    packed, plain = load_causal_lm(model_folder), load_causal_lm(model_folder)
+    assert packed.config._attn_implementation == IMPLEMENTATION
+    prompts, outputs = [[5, 6, 7], [8], [9, 10]], [[11, 12], [13, 14, 15, 16], [17]]
+    (score_tokens(packed, collate(prompts, outputs)).logprobs_BT.sum()).backward()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        logits = plain(torch.tensor([prompt + output]), use_cache=False).logits[0].float()
+        logprobs = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
+        logprobs[torch.arange(len(output)), torch.tensor(output)].sum().backward()
+    for mine, other in zip(packed.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+@given(lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=30))
+def test_attention_wastes_little_however_lengths_differ(lengths: list[int]) -> None:
+    buckets = _buckets(lengths)
+    assert sorted(row for rows in buckets for row in rows) == list(range(len(lengths)))
+    for rows in buckets:
+        padded = len(rows) * max(lengths[row] for row in rows)
+        assert padded <= max(SMALL, WASTE * sum(lengths[row] for row in rows))
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_a_layout_has_each_token_once(lengths: list[int]) -> None:
+    layout = Layout.of(lengths)
+    places = [index[there] if there is not None else index.flatten() for index, there in layout.buckets]
+    assert sorted(torch.cat(places).tolist()) == list(range(sum(lengths)))
+    assert layout.row_F.tolist() == [row for row, length in enumerate(lengths) for _ in range(length)]
+    assert layout.position_F.tolist() == [k for length in lengths for k in range(length)]
