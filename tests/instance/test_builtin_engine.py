@@ -231,10 +231,8 @@ async def test_an_unread_engine_stops_decoding_at_its_bound(
     assert len(collected.tokens[0]) == 90
 
 
-async def test_a_slow_reader_holds_the_engine_to_one_frame_on_its_way_and_one_made_meanwhile(
-    engine: BuiltinEngine,
-) -> None:
-    """What a machine that is killed has drawn in vain: never more than two frames of each sequence."""
+async def test_a_slow_reader_holds_the_engine_to_the_frame_that_is_on_its_way(engine: BuiltinEngine) -> None:
+    """What a machine that is killed has drawn in vain: never more than a frame of each sequence."""
     await engine.update_weights(staged(MODEL))
     engine.start([start(0, [1, 2], Sampling(max_new_tokens=90))])
     received, ahead = 0, []
@@ -246,7 +244,9 @@ async def test_a_slow_reader_holds_the_engine_to_one_frame_on_its_way_and_one_ma
             if delta.finishes[0] is not Finish.RUNNING:
                 break
     assert received == 90
-    assert max(ahead[1:]) <= 2 * engine.frame_steps, ahead
+    # The first has the token of the prefill as well.
+    assert ahead[0] <= engine.frame_steps + 1
+    assert max(ahead[1:]) <= engine.frame_steps, ahead
 
 
 async def test_close_ends_the_thread_and_the_deltas_and_further_calls_are_refused() -> None:

@@ -26,11 +26,11 @@ from penstock.weights.manifest import StagedWeights
 
 _log = logging.getLogger(__name__)
 
-_UNREAD_DELTAS = 2
+_UNREAD_DELTAS = 1
 """Deltas that may wait for their reader or be in its hands; then the thread stops decoding.
 
 What a machine has drawn and not sent is what its loss costs, so it is bounded here, however late the reader is: one
-delta on its way and one that was made meanwhile.
+delta. To draw on while it is sent made nothing faster: reader and thread have one interpreter.
 """
 
 _RATE_WINDOW_S = 5.0
