@@ -25,7 +25,8 @@ from penstock.weights.manifest import Encoding
 from penstock.weights.partial import Partial
 from penstock.weights.puller import NoMemory
 from penstock.weights.relay import Relay
-from penstock.weights.tcp import TcpTransport, WeightLink
+from penstock.weights.tcp import TcpTransport
+from penstock.weights.transport import Planned, WeightLink
 
 ELEMENTS = 60_000
 CHUNK = 8192
@@ -51,8 +52,8 @@ def assert_whole(weights: StagedWeights, version: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def store_of(*versions: int, **options: object) -> AsyncIterator[tuple[WeightStore, str]]:
-    store = WeightStore("run", "127.0.0.1", 0, TOKEN, chunk_bytes=CHUNK, **options)  # type: ignore[arg-type]
+async def store_of(*versions: int, port: int = 0, **options: object) -> AsyncIterator[tuple[WeightStore, str]]:
+    store = WeightStore("run", "127.0.0.1", port, TOKEN, chunk_bytes=CHUNK, **options)  # type: ignore[arg-type]
     try:
         address = store.start()
         for version in versions:
@@ -260,7 +261,7 @@ async def test_a_relay_asks_for_the_token_and_forgets_old_versions() -> None:
             await TcpTransport("another").connect(there)
         link = await TcpTransport(TOKEN).connect(there)
         with pytest.raises(words.NoSuchVersion):
-            await link.offers(2, [], 0.0)
+            await link.plan(words.GetPlan(ask=words.GetOffers(version=2)))
         link.close()
     with pytest.raises(WeightError, match="without the run's token"):
         Relay("")
@@ -291,17 +292,21 @@ class CutAfter:
         self.left = chunks
         self.inner = TcpTransport(TOKEN)
 
-    async def connect(self, source: str, connect_s: float = 10.0) -> CutLink:
-        return CutLink(self, await self.inner.connect(source, connect_s))
+    async def connect(self, source: str, connect_s: float = 10.0, relay: bool = False) -> CutLink:
+        return CutLink(self, await self.inner.connect(source, connect_s, relay))
+
+    def keep(self, source: str, link: WeightLink) -> None:
+        link.close()
 
 
 class CutLink:
     def __init__(self, cut: CutAfter, link: WeightLink) -> None:
         self.cut = cut
         self.link = link
+        self.way, self.direct, self.kept, self.round_trip_s = link.way, False, False, link.round_trip_s
 
-    async def offers(self, version: int, held: Sequence[words.Held], wait_s: float, scheme: str = "") -> words.Offers:
-        return await self.link.offers(version, held, wait_s, scheme)
+    async def plan(self, ask: words.GetPlan) -> Planned:
+        return await self.link.plan(ask)
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
         return await self.link.manifest(encoding, wait_s, relay_port)
@@ -466,19 +471,31 @@ async def test_where_memory_is_short_the_base_is_given_up_first(monkeypatch: pyt
     async with store_of(0, 1) as (_, address):
         loading = loader(codec="delta")
         loading.serves(await loading.pull(address, 0, 30))
-        import penstock.weights.puller as puller
+        from penstock.weights import memory
 
-        whole: Callable[[int], memoryview] = puller.host_buffer
+        whole: Callable[[int], memoryview] = memory.host_buffer
 
         def short(nbytes: int) -> memoryview:
             if loading.base is not None:
                 raise OSError(errno.ENOMEM, "Cannot allocate memory")
             return whole(nbytes)
 
-        monkeypatch.setattr(puller, "host_buffer", short)
+        monkeypatch.setattr(memory, "host_buffer", short)
         weights = await loading.pull(address, 1, 30)
         assert weights.steps[0].codec == "lossless"
         assert_whole(weights, 1)
-        monkeypatch.setattr(puller, "host_buffer", lambda nbytes: (_ for _ in ()).throw(MemoryError("none")))
+        monkeypatch.setattr(memory, "host_buffer", lambda nbytes: (_ for _ in ()).throw(MemoryError("none")))
         with pytest.raises(NoMemory, match="to stage weight version 1"):
             await loading.pull(address, 1, 30)
+
+
+async def test_a_pull_that_was_cut_and_begun_again_goes_on_for_those_who_wait_at_the_relay() -> None:
+    async with store_of(0) as (store, _), relay_of() as relay:
+        signed = store._versions[0].signed
+        chunks = decode_manifest(signed).chunks
+        relay.expect(Encoding(0), signed, len(chunks))
+        lease = await relay.open(Encoding(0), 0.0)
+        waiting = asyncio.create_task(lease.chunk(0))
+        relay.expect(Encoding(0), signed, len(chunks))
+        relay.put(Encoding(0), 0, b"whole")
+        assert await waiting == b"whole"

@@ -21,11 +21,18 @@ from penstock.errors import AuthError, PortInUse, ProtocolMismatch, WeightError
 from penstock.weights import Manifest, StagedWeights, WeightStore, encode_manifest, pull
 from penstock.weights import protocol as words
 from penstock.weights.manifest import Encoding, sign_manifest
-from penstock.weights.tcp import FramedSocket, TcpTransport, WeightLink
+from penstock.weights.tcp import FramedSocket, TcpTransport
+from penstock.weights.transport import Planned, WeightLink
 
 TOKEN = "the-run's-token"
 CONFIG = '{"model_type": "llama"}'
 CHUNK = 1024
+
+
+@pytest.fixture
+def unpushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk is asked for: a small version is here before anything can happen to its store."""
+    monkeypatch.setattr("penstock.weights.puller.PUSH_BYTES", 0)
 
 
 def tensors_of(seed: int) -> list[tuple[str, str, tuple[int, ...], bytes]]:
@@ -363,6 +370,7 @@ async def test_a_corrupt_manifest_is_fetched_again() -> None:
         assert proxy.connections == 2
 
 
+@pytest.mark.usefixtures("unpushed")
 async def test_a_pull_goes_on_where_it_was_cut() -> None:
     with running_store() as (store, address):
         published = store.publish(0, tensors_of(0), CONFIG)
@@ -453,17 +461,21 @@ class Gate:
         self.reached = asyncio.Event()
         self.go_on = asyncio.Event()
 
-    async def connect(self, source: str, connect_s: float = 10.0) -> WeightLink:
-        return GatedLink(self, await self.inner.connect(source, connect_s))
+    async def connect(self, source: str, connect_s: float = 10.0, relay: bool = False) -> WeightLink:
+        return GatedLink(self, await self.inner.connect(source, connect_s, relay))
+
+    def keep(self, source: str, link: WeightLink) -> None:
+        link.close()
 
 
 class GatedLink:
     def __init__(self, gate: Gate, link: WeightLink) -> None:
         self.gate = gate
         self.link = link
+        self.way, self.direct, self.kept, self.round_trip_s = link.way, False, False, link.round_trip_s
 
-    async def offers(self, version: int, held: Sequence[words.Held], wait_s: float, scheme: str = "") -> words.Offers:
-        return await self.link.offers(version, held, wait_s, scheme)
+    async def plan(self, ask: words.GetPlan) -> Planned:
+        return await self.link.plan(ask)
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
         return await self.link.manifest(encoding, wait_s, relay_port)
@@ -500,6 +512,7 @@ async def test_a_sender_killed_in_mid_transfer_and_back_at_the_same_port_complet
         end(process)
 
 
+@pytest.mark.usefixtures("unpushed")
 async def test_a_store_restarted_with_other_weights_under_the_same_number_never_mixes_the_two() -> None:
     gate = Gate(after=4)
     with running_store() as (first, address):
@@ -515,6 +528,7 @@ async def test_a_store_restarted_with_other_weights_under_the_same_number_never_
             await pulling
 
 
+@pytest.mark.usefixtures("unpushed")
 async def test_a_store_restarted_without_the_version_ends_the_pull_by_name() -> None:
     gate = Gate(after=2)
     with running_store() as (first, address):
@@ -536,11 +550,19 @@ class LyingTransport:
     def __init__(self, manifest: Manifest, stream: bytes) -> None:
         self.manifest_, self.stream, self.closed = sign_manifest(manifest, TOKEN), stream, 0
 
-    async def connect(self, source: str, connect_s: float = 10.0) -> LyingTransport:
+    way, direct, kept, round_trip_s = "tcp", False, False, 0.0
+
+    async def connect(self, source: str, connect_s: float = 10.0, relay: bool = False) -> LyingTransport:
         return self
 
-    async def offers(self, version: int, held: Sequence[words.Held], wait_s: float, scheme: str = "") -> words.Offers:
-        return words.Offers(raw_nbytes=1, offers=(words.Offer(steps=(self.manifest_.encoding,), nbytes=1),))
+    def keep(self, source: str, link: WeightLink) -> None:
+        link.close()
+
+    async def plan(self, ask: words.GetPlan) -> Planned:
+        return Planned((Encoding(ask.ask.version, self.manifest_.codec, self.manifest_.base),), self.signed())
+
+    def signed(self) -> bytes:
+        return encode_manifest(self.manifest_)
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
         return encode_manifest(self.manifest_), ""

@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 import logging
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.errors import EngineError
 from penstock.weights.choose import CODEC_CHOICES, QUANTIZED, Rates
 from penstock.weights.manifest import Manifest, StagedWeights
-from penstock.weights.memory import usable_cores
+from penstock.weights.memory import Recycled, host_buffer, usable_cores
+from penstock.weights.protocol import Layout
 from penstock.weights.puller import DEFAULT_MAX_BYTES, NoMemory, pull
 from penstock.weights.relay import Relay
 from penstock.weights.tcp import TcpTransport
+from penstock.weights.ways import fetchers_of
 
 __all__ = ["WeightLoader", "check_vocabulary"]
 
@@ -30,6 +33,9 @@ class WeightLoader:
     `codec` fixes how weights travel (auto measures). With `keep_base`, the version that serves stays in host memory, so
     that the next one can come as a difference; without, each comes in full. With `relay_port` (None for no relay, 0
     for any free port) this machine passes weights on to others. What is cut goes on from `partial_folder`, where given.
+    `ways` are faster ways than TCP to be used where the source has them too (`weights.ways`); `layout` is the engine's.
+    Links stay open from one version to the next. With a base, so does the memory of the version before it: what is
+    needed at a swap anyway.
     """
 
     def __init__(
@@ -43,6 +49,8 @@ class WeightLoader:
         relay_port: int | None = None,
         partial_folder: Path | None = None,
         tls: ssl.SSLContext | None = None,
+        ways: Sequence[str] = (),
+        layout: Layout | None = None,
     ) -> None:
         if codec not in CODEC_CHOICES:
             raise ValueError(f"codec={codec!r} is not one of {', '.join(CODEC_CHOICES)}")
@@ -53,7 +61,10 @@ class WeightLoader:
         self._keeps = keep_base and codec in ("auto", "delta", *QUANTIZED)
         self._relay_port = relay_port
         self._partial_folder = partial_folder
-        self._tls = tls
+        self._secure = tls is not None
+        self._transport = TcpTransport(token, tls=tls, fetchers=fetchers_of(ways))
+        self._layout = layout
+        self._memory = Recycled()
         self._relay: Relay | None = None
         self._rates = Rates(cores=usable_cores())
         self._base: StagedWeights | None = None
@@ -76,11 +87,12 @@ class WeightLoader:
                 raise
             log.warning("%s; the base of differences is given up for it", error)
             self._base = None
+            self._memory.clear()
         return await self._pull(source, version, deadline_s)
 
     async def _pull(self, source: str, version: int, deadline_s: float) -> StagedWeights:
         if self._relay is None and self._relay_port is not None:
-            relay = Relay(self._token, port=self._relay_port)
+            relay = Relay(self._token, port=self._relay_port, secure=self._secure)
             relay.start()
             self._relay = relay
         return await pull(
@@ -90,12 +102,14 @@ class WeightLoader:
             connections=self._connections,
             deadline_s=deadline_s,
             max_bytes=self._max_bytes,
-            transport=TcpTransport(self._token, tls=self._tls),
+            transport=self._transport,
             codec=self._codec,
             base=self._base,
             rates=self._rates,
             relay=self._relay,
             partial=self._partial_folder,
+            memory=self._memory.buffer if self._keeps else host_buffer,
+            layout=self._layout,
         )
 
     def serves(self, staged: StagedWeights) -> None:
@@ -103,6 +117,7 @@ class WeightLoader:
         self._base = staged if self._keeps else None
 
     async def close(self) -> None:
+        self._transport.close()
         relay, self._relay = self._relay, None
         if relay is not None:
             await relay.close()

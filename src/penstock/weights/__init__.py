@@ -10,7 +10,8 @@ from penstock.weights.manifest import (
 )
 from penstock.weights.puller import pull
 from penstock.weights.store import WeightStore
-from penstock.weights.tcp import TcpTransport, WeightLink, WeightTransport
+from penstock.weights.tcp import TcpTransport
+from penstock.weights.transport import WeightLink, WeightTransport
 
 __all__ = [
     "ChunkEntry",

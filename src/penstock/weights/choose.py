@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.errors import WeightError
 from penstock.weights.manifest import Encoding
-from penstock.weights.protocol import Offer
+from penstock.weights.protocol import Measured, NoSuchCodec, Offer
 
 __all__ = ["CODEC_CHOICES", "QUANTIZED", "Rates", "choose", "time_s"]
 
@@ -49,6 +48,15 @@ class Rates:
         self.link_bytes_per_s = KEEP * self.link_bytes_per_s + (1 - KEEP) * found if known else found
         self._link_measured = True
 
+    def told(self) -> Measured:
+        """For the store, which plans with it."""
+        return Measured(
+            cores=self.cores,
+            link_bytes_per_s=self.link_bytes_per_s,
+            round_trip_s=self.round_trip_s,
+            decode=dict(self.decode),
+        )
+
     def decoded(self, codec: str, raw_nbytes: int, busy_s: float) -> None:
         """Notes `busy_s` core seconds of decoding."""
         if busy_s > 0 and raw_nbytes >= MIN_MEASURED_BYTES:
@@ -56,25 +64,25 @@ class Rates:
             self.decode[codec] = KEEP * self.decode.get(codec, found) + (1 - KEEP) * found
 
 
-def time_s(offer: Offer, raw_nbytes: int, rates: Rates) -> float:
+def time_s(offer: Offer, raw_nbytes: int, rates: Rates | Measured) -> float:
     """Seconds until the offered version is there: encoding, then the wire beside decoding, a round trip a step."""
     decoding_s = sum(_decode_s(step, raw_nbytes, rates.decode) for step in offer.steps) / max(1, rates.cores)
     wire_s = offer.nbytes / rates.link_bytes_per_s
     return offer.encode_s + max(wire_s, decoding_s) + 2 * rates.round_trip_s * len(offer.steps)
 
 
-def choose(offers: Sequence[Offer], raw_nbytes: int, rates: Rates, codec: str = "auto") -> Offer:
+def choose(offers: Sequence[Offer], raw_nbytes: int, rates: Rates | Measured, codec: str = "auto") -> Offer:
     """The offer that ends soonest; of equals the first. With another `codec` than auto, among those of that codec.
 
     A fixed codec that is not to be had (no common base, say) falls back: delta to lossless, lossless to raw. int8 and
     fp8 mean a version quantized so, in full or as a difference, and nothing else: it is what the engine serves.
-    Raises WeightError where nothing is offered that this build can decode.
+    Raises NoSuchCodec where nothing is offered that this build can decode.
     """
     for allowed in _allowed(codec):
         fitting = [offer for offer in offers if offer.steps and all(step.codec in allowed for step in offer.steps)]
         if fitting:
             return min(fitting, key=lambda offer: time_s(offer, raw_nbytes, rates))
-    raise WeightError(
+    raise NoSuchCodec(
         f"none of the {len(offers)} encodings offered is one that this agent takes (weights.codec={codec})"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from penstock.weights.partial import Partial
 from penstock.weights.plan import Bytes, ChunkQueue, check_chunk, chunk_dtypes
 from penstock.weights.protocol import LinkLost
 from penstock.weights.relay import Relay
-from penstock.weights.tcp import WeightLink
+from penstock.weights.transport import WeightLink
 
 __all__ = ["Connection", "Fetch"]
 
@@ -88,6 +88,8 @@ class Fetch:
         if kept is None:
             return
         for index in kept.indices():
+            if not self._queue.is_pending(index):
+                continue
             data = await asyncio.to_thread(kept.get, index)
             if data is None:
                 continue
@@ -97,9 +99,13 @@ class Fetch:
             self._take(index, into)
         self._kept = kept
 
-    async def run(self, connection: Connection) -> None:
+    def claim(self, pushed: int) -> Sequence[int]:
+        """The chunks that come unasked, for the connection that they come by. Raises WeightError."""
+        return self._queue.take_first(pushed)
+
+    async def run(self, connection: Connection, pushed: Sequence[int] = ()) -> None:
         """Fetches chunks until none is left; waits while others hold the last ones, which may come back."""
-        asked: deque[int] = deque()
+        asked: deque[int] = deque(pushed)
         while self._queue.left:
             try:
                 link = await connection.link()

@@ -132,6 +132,8 @@ class StagedWeights:
     """The way it came."""
     bytes_fetched: int = 0
     """Over the wire, what came twice included."""
+    way: str = ""
+    """How chunks moved: tcp, tls, shm, mooncake; with the cause where a faster one was wanted and is not had."""
 
     @property
     def version(self) -> int:

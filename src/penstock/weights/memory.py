@@ -20,6 +20,42 @@ def host_buffer(nbytes: int) -> memoryview:
     return memoryview(mapped)
 
 
+class Recycled:
+    """Buffers for one version after the other, each given out again once nothing refers to it any more.
+
+    A model's worth of fresh pages costs more than the bytes of a difference that are written to them. Holds on to
+    `most` buffers.
+    """
+
+    def __init__(self, most: int = 2) -> None:
+        self._most = most
+        self._held: list[mmap.mmap] = []
+
+    def buffer(self, nbytes: int) -> memoryview:
+        """A writable buffer of `nbytes`, whose content is anything."""
+        for mapped in self._held:
+            if len(mapped) == nbytes and _is_free(mapped):
+                return memoryview(mapped)
+        self._held = [mapped for mapped in self._held if not _is_free(mapped)]
+        buffer = host_buffer(nbytes)
+        if isinstance(buffer.obj, mmap.mmap) and len(self._held) < self._most:
+            self._held.append(buffer.obj)
+        return buffer
+
+    def clear(self) -> None:
+        """Gives all of them up; those in use live on as long as they are."""
+        self._held.clear()
+
+
+def _is_free(mapped: mmap.mmap) -> bool:
+    """Whether no view of it is left: memory that is referred to can't be resized, even to the size that it has."""
+    try:
+        mapped.resize(len(mapped))
+    except (BufferError, SystemError, ValueError, OSError, TypeError):
+        return False
+    return True
+
+
 def usable_cores() -> int:
     """That this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,11 +16,16 @@ from penstock.weights.encodings import chunk_verifies
 from penstock.weights.manifest import Manifest
 from penstock.weights.plan import Bytes, digest
 
-__all__ = ["Partial"]
+__all__ = ["Partial", "holds_something"]
 
 DATA, HAVE = ".part", ".have"
 
 log = logging.getLogger(__name__)
+
+
+def holds_something(folder: Path) -> bool:
+    """Whether a pull was cut and may go on from there."""
+    return any(folder.glob("*" + HAVE))
 
 
 class Partial:

@@ -273,6 +273,14 @@ class ChunkQueue:
         self._taken.update(batch)
         return batch
 
+    def take_first(self, count: int) -> list[int]:
+        """The first chunks of all, which come without being asked for. Raises WeightError where there are fewer."""
+        if count > len(self._pending):
+            raise WeightError(f"{count} chunks are pushed, and there are {len(self._pending)} to be fetched")
+        batch = [self._pending.popleft() for _ in range(count)]
+        self._taken.update(batch)
+        return batch
+
     def done(self, index: int) -> None:
         self._taken.remove(index)
         self._left -= 1
@@ -281,6 +289,9 @@ class ChunkQueue:
         """Its connection broke before it was whole."""
         self._taken.remove(index)
         self._pending.appendleft(index)
+
+    def is_pending(self, index: int) -> bool:
+        return index in self._pending
 
     def here_already(self, index: int) -> None:
         """It was fetched before this pull began."""

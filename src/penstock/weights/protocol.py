@@ -1,10 +1,12 @@
 """What a weight store and a puller say to each other; pure: messages, their coding, and the proof of the token.
 
 Order on a connection: Hello, Challenge, Proof, Accepted; then any number of requests, each answered in turn; a puller
-may send the next before it has the answer to the last. A message is a msgpack map behind its length as uint32
-(big-endian). ManifestReply and ChunkReply are followed by `nbytes` bytes without a frame of their own, so that a chunk
-goes from the store's buffer to the puller's without being copied in between. GetChunks is answered by one ChunkReply
-for each index, in that order.
+may send the next before it has the answer to the last, the first together with its Proof. A message is a msgpack map
+behind its length as uint32 (big-endian). Plan, ManifestReply and ChunkReply are followed by `nbytes` bytes without a
+frame of their own, so that a chunk goes from the store's buffer to the puller's without being copied in between.
+GetChunks is answered by one ChunkReply for each index, in that order; a Plan is followed by the first chunks of its
+first step, `pushed` of them, as if they had been asked for: one round trip brings the plan, the manifest and, of a
+small version, all of it. A ChunkReply with a `place` has no bytes behind it: they are fetched from there.
 
 Both sides prove that they hold the run's token (HMAC-SHA256 over both nonces, RFC 2104); the token itself is never
 sent. Bytes are encrypted where the run speaks TLS, and otherwise not.
@@ -15,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -23,7 +25,7 @@ from penstock.errors import AuthError, FrameTooLarge, ProtocolMismatch, WeightEr
 from penstock.weights.manifest import Encoding
 
 MAGIC = "penstock-weights"
-PROTOCOL = 2
+PROTOCOL = 3
 NONCE_BYTES = 32
 MAX_MESSAGE_BYTES = 16 * 1024
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
@@ -40,6 +42,10 @@ class NotReady(LinkLost):
 
 class NoSuchVersion(WeightError):
     """The store does not hold the version asked for."""
+
+
+class NoSuchCodec(WeightError):
+    """The version can't be had in an encoding that the puller takes."""
 
 
 class TokenRefused(WeightError, AuthError):
@@ -66,6 +72,8 @@ class Hello(_Message, tag="hello"):
     magic: str
     protocol: int
     nonce: bytes
+    ways: tuple[str, ...] = ()
+    """How else than on this connection the puller could be brought chunks; see `transport`."""
 
 
 class Challenge(_Message, tag="challenge"):
@@ -77,9 +85,21 @@ class Proof(_Message, tag="proof"):
     mac: bytes
 
 
+class Way(msgspec.Struct, frozen=True, array_like=True):
+    """How else than on the connection chunks can be had."""
+
+    kind: str
+    """shm | mooncake"""
+    where: str
+    proof: str = ""
+    """What has to be found there."""
+
+
 class Accepted(_Message, tag="accepted"):
     mac: bytes
     """The store's own proof."""
+    ways: tuple[Way, ...] = ()
+    """Those of the Hello that the store has, too."""
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
@@ -100,7 +120,9 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Until the store has encoded what it has not yet; an estimate."""
 
 
-class GetOffers(_Message, tag="get_offers"):
+class GetOffers(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wanted, and what is there already."""
+
     version: int
     held: tuple[Held, ...] = ()
     wait_s: float = 0.0
@@ -109,9 +131,56 @@ class GetOffers(_Message, tag="get_offers"):
     """By which the version is to be quantized (int8 or fp8); empty for the weights as they are."""
 
 
-class Offers(_Message, tag="offers"):
+class Offers(msgspec.Struct, frozen=True, kw_only=True):
     raw_nbytes: int
     offers: tuple[Offer, ...]
+
+
+Rate = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What a puller knows of its link and its cores; what it leaves out is not known."""
+
+    cores: int = 1
+    link_bytes_per_s: Rate = 1e9
+    round_trip_s: float = 0.0
+    decode: dict[str, Rate] = {}
+    """Bytes of raw weights a second and core, by codec."""
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """The puller's place among engines that hold a part of each tensor."""
+
+    tensor_parallel_rank: int = 0
+    tensor_parallel_size: int = 1
+
+
+class GetPlan(_Message, tag="get_plan"):
+    """Asks for the way that ends soonest, and for its first manifest."""
+
+    ask: GetOffers
+    codec: str = "auto"
+    """As in `weights.codec`."""
+    measured: Measured = Measured()
+    relay_port: int = 0
+    """Where the puller serves what it has to others; 0 for nowhere."""
+    push_bytes: int = 0
+    """So many may follow the manifest without being asked for."""
+    layout: Layout = Layout()
+    """Of the engine behind the puller: what it would need if it were sent its part alone."""
+
+
+class Plan(_Message, tag="plan"):
+    steps: tuple[Encoding, ...]
+    """One after the other."""
+    nbytes: int
+    """Of the first step's manifest."""
+    xxh3: int
+    relay: str = ""
+    """host:port of an instance that has, or is getting, the same encoding; empty for none."""
+    pushed: int = 0
+    """Chunks of the first step that follow, from the first on."""
 
 
 class GetManifest(_Message, tag="get_manifest"):
@@ -125,6 +194,8 @@ class GetManifest(_Message, tag="get_manifest"):
 class GetChunks(_Message, tag="get_chunks"):
     encoding: Encoding
     indices: tuple[int, ...]
+    by: str = ""
+    """The kind of way by which the puller would rather fetch them; empty for this connection."""
 
 
 class ManifestReply(_Message, tag="manifest"):
@@ -136,16 +207,20 @@ class ManifestReply(_Message, tag="manifest"):
 
 class ChunkReply(_Message, tag="chunk"):
     nbytes: int
+    place: str = ""
+    """Where the bytes lie, in the words of the way asked for; empty: they follow."""
+    offset: int = 0
+    """Of the first byte, there."""
 
 
 class Refused(_Message, tag="refused"):
     kind: str
-    """protocol | token | version | request | busy"""
+    """protocol | token | version | codec | request | busy"""
     message: str
 
 
-ToStore = Hello | Proof | GetOffers | GetManifest | GetChunks
-FromStore = Challenge | Accepted | Offers | ManifestReply | ChunkReply | Refused
+ToStore = Hello | Proof | GetPlan | GetManifest | GetChunks
+FromStore = Challenge | Accepted | Plan | ManifestReply | ChunkReply | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _to_store: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)
@@ -183,15 +258,19 @@ def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes | memoryview, whose
         raise BadMessage(f"{len(data)} bytes are not a message {whose}: {error}") from error
 
 
-def prove(token: str, side: str, puller_nonce: bytes, store_nonce: bytes) -> bytes:
-    """Proof of `token` by `side` ("puller" or "store"); the side's name keeps a proof from being played back."""
-    message = b"\0".join((MAGIC.encode(), side.encode(), puller_nonce, store_nonce))
+def prove(token: str, side: str, puller_nonce: bytes, store_nonce: bytes, binding: bytes = b"") -> bytes:
+    """Proof of `token` by `side` ("puller" or "store"); the side's name keeps a proof from being played back.
+
+    `binding` is the fingerprint of the certificate that the connection is encrypted with, as each side knows it: who
+    stands in between with a certificate of its own has no proof for either side.
+    """
+    message = b"\0".join((MAGIC.encode(), side.encode(), puller_nonce, store_nonce, binding))
     return hmac.digest(token.encode(), message, hashlib.sha256)
 
 
-def proven(token: str, side: str, puller_nonce: bytes, store_nonce: bytes, mac: bytes) -> bool:
+def proven(token: str, side: str, puller_nonce: bytes, store_nonce: bytes, mac: bytes, binding: bytes = b"") -> bool:
     """Whether `mac` is that proof; in constant time."""
-    return hmac.compare_digest(prove(token, side, puller_nonce, store_nonce), mac)
+    return hmac.compare_digest(prove(token, side, puller_nonce, store_nonce, binding), mac)
 
 
 def refusal(refused: Refused, source: str) -> WeightError:
@@ -201,6 +280,7 @@ def refusal(refused: Refused, source: str) -> WeightError:
         "protocol": OtherProtocol,
         "token": TokenRefused,
         "version": NoSuchVersion,
+        "codec": NoSuchCodec,
         "busy": LinkLost,
     }
     return kinds.get(refused.kind, WeightError)(text)

@@ -2,7 +2,9 @@
 
 Decides how many connections fetch, when one is opened again, when a relay is left for the trainer's store, and when
 the pull is hopeless. Which way the version comes is in `choose`, what is fetched next in `fetch`, what counts as
-verified in `plan`, how chunks are decoded in `encodings`; how bytes move is behind `WeightTransport`.
+verified in `plan`, how chunks are decoded in `encodings`; how bytes move is behind `WeightTransport`. Which way a
+version comes is the store's to say, by what this side has measured: one answer has the plan, the manifest and the first
+chunks.
 """
 
 from __future__ import annotations
@@ -10,22 +12,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from penstock.errors import MissingExtra, WeightError
-from penstock.weights.choose import QUANTIZED, Rates, choose
+from penstock.weights.choose import QUANTIZED, Rates
 from penstock.weights.fetch import Fetch
 from penstock.weights.manifest import Encoding, Manifest, StagedWeights, decode_manifest, is_authentic
 from penstock.weights.memory import host_buffer
-from penstock.weights.partial import Partial
+from penstock.weights.partial import Partial, holds_something
 from penstock.weights.plan import check_manifest, check_tensors, split_tensors
-from penstock.weights.protocol import Held, LinkLost, OtherProtocol, TokenRefused
+from penstock.weights.protocol import GetOffers, GetPlan, Held, Layout, LinkLost, OtherProtocol, TokenRefused
 from penstock.weights.relay import Relay
-from penstock.weights.tcp import CONNECT_S, TcpTransport, WeightLink, WeightTransport
+from penstock.weights.tcp import TcpTransport
+from penstock.weights.transport import CONNECT_S, Planned, WeightLink, WeightTransport
 
 BACKOFF_S = (0.05, 1.0)
 """First and longest pause before a broken connection is opened again."""
@@ -33,6 +36,8 @@ RELAY_CONNECT_S = 2.0
 """An instance that does not answer by then is left for the trainer's store."""
 WAIT_S = 5.0
 """That a store is asked to wait for what is on its way; then it is asked again."""
+PUSH_BYTES = 4 << 20
+"""That a store may send behind its plan; more is asked for while they come."""
 DEFAULT_MAX_BYTES = 1 << 40
 
 T = TypeVar("T")
@@ -58,18 +63,23 @@ async def pull(
     rates: Rates | None = None,
     relay: Relay | None = None,
     partial: Path | None = None,
+    memory: Callable[[int], memoryview] | None = None,
+    layout: Layout | None = None,
 ) -> StagedWeights:
     """Fetches `version` from the store at `source` ("host:port") into host memory, verified to the last tensor.
 
     Broken connections are opened again, and what is whole stays, until `deadline_s`. `base` is a verified version in
     memory that a difference may be applied to; it is read and never changed. `rates` are what earlier pulls measured,
     and learn from this one. What comes is passed on by `relay`, and kept in the folder `partial` until it is whole.
+    `memory` gives the buffer that the version is staged in; `layout` is told to the store. Links are kept by
+    `transport` for the next pull; one that is made here is closed at the end.
     Raises WeightError, which names the cause: TokenRefused, OtherProtocol and NoSuchVersion at once, anything that may
     pass at the deadline.
     """
-    puller = _Pull(source, version, token, transport or TcpTransport(token), max_bytes)
+    own = TcpTransport(token) if transport is None else None
+    puller = _Pull(source, version, token, transport or own or TcpTransport(token), max_bytes)
     puller.connections, puller.relay, puller.partial = connections, relay, partial
-    puller.rates = rates or puller.rates
+    puller.rates, puller.memory, puller.layout = rates or Rates(), memory or host_buffer, layout or Layout()
     try:
         async with asyncio.timeout(deadline_s):
             return await puller.run(codec, base)
@@ -79,6 +89,10 @@ async def pull(
         ) from None
     except ExceptionGroup as group:
         raise _first_cause(group) from group
+    finally:
+        puller.forget()
+        if own is not None:
+            own.close()
 
 
 class _Pull:
@@ -98,60 +112,88 @@ class _Pull:
         self.rates = Rates()
         self.relay: Relay | None = None
         self.partial: Path | None = None
+        self.memory: Callable[[int], memoryview] = host_buffer
+        self.layout = Layout()
+        self._came_by = ""
 
     def progress(self) -> str:
         done = "no manifest yet" if self._fetch is None else self._fetch.progress()
         return f"{done}; last trouble: {self._trouble}" if self._trouble else done
 
+    def forget(self) -> None:
+        """Lets go of the buffers: what is fetched and this refer to each other, and would hold them for a while."""
+        self._fetch = None
+
     async def run(self, codec: str, base: StagedWeights | None) -> StagedWeights:
         threads = ThreadPoolExecutor(max(1, self.rates.cores), "weight-decode")
         try:
             async with Reconnecting(self._source, self._transport, self._note) as first:
-                steps = await self._way(first, codec, base)
+                planned = await self._plan(first, codec, base)
                 try:
-                    return await self._come(first, steps, base, threads)
+                    return await self._come(first, planned, base, threads)
                 except (LinkLost, TokenRefused, OtherProtocol):
                     raise
                 except (WeightError, ExceptionGroup) as error:
-                    if steps[0].base is None:
+                    if planned.steps[0].base is None:
                         raise
                     # The base may be at fault, or be gone from the store: a full version needs none.
                     cause = _first_cause(error) if isinstance(error, ExceptionGroup) else error
-                    self._note(f"{steps[-1]}: {cause}; fetched in full instead")
+                    self._note(f"{planned.steps[-1]}: {cause}; fetched in full instead")
                 # Answers to what was asked for may still be on their way on this link.
                 first.drop()
-                full = await self._way(first, "lossless" if codec == "delta" else codec, None)
-                return await self._come(first, full, None, threads)
+                planned = await self._plan(first, "lossless" if codec == "delta" else codec, None)
+                return await self._come(first, planned, None, threads)
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _way(self, first: Reconnecting, codec: str, base: StagedWeights | None) -> tuple[Encoding, ...]:
-        """The encodings to fetch, one after the other."""
-        if codec == "raw":
-            return (Encoding(self._version),)
-        held = [Held(base.version, base.manifest.digest)] if base is not None and base.stream.nbytes else []
-        began = time.monotonic()
+    async def _plan(self, first: Reconnecting, codec: str, base: StagedWeights | None) -> Planned:
+        """How the version comes, with the first manifest and, on a link of its own, the first chunks behind it."""
+        held = (Held(base.version, base.manifest.digest),) if base is not None and base.stream.nbytes else ()
         scheme = codec if codec in QUANTIZED else ""
-        offered = await first.call(lambda link: link.offers(self._version, held, WAIT_S, scheme))
-        self.rates.round_trip_s = min(time.monotonic() - began, 0.1)
-        return choose(offered.offers, offered.raw_nbytes, self.rates, codec).steps
+        ask = GetOffers(version=self._version, held=held if codec != "raw" else (), wait_s=WAIT_S, scheme=scheme)
+        # What is on the disk already need not come again.
+        push_bytes = 0 if self.partial is not None and holds_something(self.partial) else PUSH_BYTES
+
+        async def asked(link: WeightLink) -> Planned:
+            self.rates.round_trip_s = min(link.round_trip_s, 0.1)
+            request = GetPlan(
+                ask=ask,
+                codec=codec,
+                measured=self.rates.told(),
+                relay_port=self.relay.port if self.relay is not None else 0,
+                push_bytes=push_bytes,
+                layout=self.layout,
+            )
+            planned = await link.plan(request)
+            self._came_by = link.way
+            # No other instance is nearer than the store's own memory.
+            return replace(planned, relay="") if link.direct else planned
+
+        return await first.call(asked)
 
     async def _come(
-        self, first: Reconnecting, steps: Sequence[Encoding], base: StagedWeights | None, threads: ThreadPoolExecutor
+        self, first: Reconnecting, planned: Planned, base: StagedWeights | None, threads: ThreadPoolExecutor
     ) -> StagedWeights:
+        steps = planned.steps
+        if steps[-1].version != self._version:
+            raise WeightError(f"asked for weight version {self._version} and got a plan for {steps[-1]}")
         staging: memoryview | None = None
         came = base if steps[0].base is not None else None
         before = came.stream if came is not None else None
         manifest, digest = None, came.manifest.digest if came is not None else ""
-        for step in steps:
-            signed, other = await first.call(self._asking_for(step))
+        for number, step in enumerate(steps):
+            if number == 0:
+                signed, other, pushed = planned.manifest, planned.relay, planned.pushed
+            else:
+                (signed, other), pushed = await first.call(self._asking_for(step)), 0
             manifest = self._believed(decode_manifest(signed), step, digest)
             digest = manifest.digest
             if staging is None:
                 staging = self._memory(manifest)
             if len(before or staging) != len(staging) or len(staging) != manifest.raw_nbytes:
                 raise WeightError(f"{step} is {manifest.raw_nbytes} bytes and its base {len(before or staging)}")
-            await self._one_step(first, manifest, signed, other, before, staging, threads)
+            fetch = Fetch(manifest, before, staging, threads, self.rates, self._note)
+            await self._one_step(first, fetch, manifest, signed, other, fetch.claim(pushed))
             before = staging
         if manifest is None or staging is None:
             raise WeightError(f"weight version {self._version} has no way to come")
@@ -163,6 +205,7 @@ class _Pull:
             stream=staging.toreadonly(),
             steps=tuple(steps),
             bytes_fetched=self._fetched,
+            way=self._came_by,
         )
 
     def _asking_for(self, step: Encoding) -> Callable[[WeightLink], Awaitable[tuple[bytes, str]]]:
@@ -172,23 +215,24 @@ class _Pull:
     async def _one_step(
         self,
         first: Reconnecting,
+        fetch: Fetch,
         manifest: Manifest,
         signed: bytes,
         other: str,
-        before: memoryview | None,
-        staging: memoryview,
-        threads: ThreadPoolExecutor,
+        pushed: Sequence[int],
     ) -> None:
+        if other and pushed:
+            raise WeightError(f"{self._source} pushes chunks of {manifest.encoding} and names a relay for them")
         kept = Partial(self.partial, manifest, signed) if self.partial is not None else None
-        fetch = self._fetch = Fetch(manifest, before, staging, threads, self.rates, self._note)
+        self._fetch = fetch
         fetch.pass_on(self.relay, signed)
         try:
             await fetch.take_kept(kept)
             async with asyncio.TaskGroup() as group:
                 # With another instance to fetch from, the trainer's link is left to others.
-                group.create_task(self._through(first, fetch, other))
+                group.create_task(self._through(fetch, other) if other else fetch.run(first, pushed))
                 for _ in range(min(self.connections, len(manifest.chunks)) - 1):
-                    group.create_task(self._through(None, fetch, other))
+                    group.create_task(self._through(fetch, other))
             await fetch.finish()
         finally:
             self._fetched += fetch.bytes_fetched
@@ -197,10 +241,7 @@ class _Pull:
         if kept is not None:
             kept.delete()
 
-    async def _through(self, first: Reconnecting | None, fetch: Fetch, other: str) -> None:
-        if first is not None and not other:
-            await fetch.run(first)
-            return
+    async def _through(self, fetch: Fetch, other: str) -> None:
         async with Reconnecting(self._source, self._transport, self._note, other) as connection:
             await fetch.run(connection)
 
@@ -217,7 +258,7 @@ class _Pull:
 
     def _memory(self, manifest: Manifest) -> memoryview:
         try:
-            return host_buffer(manifest.raw_nbytes)
+            return self.memory(manifest.raw_nbytes)
         except (OSError, MemoryError) as error:
             raise NoMemory(
                 f"no {manifest.raw_nbytes} bytes of memory to stage weight version {manifest.version}: {error}"
@@ -254,7 +295,11 @@ class Reconnecting:
     async def __aenter__(self) -> Reconnecting:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._link is not None:
+            # All that was asked for has been read: the next version can be asked for on it.
+            self._transport.keep(self._relay or self._source, self._link)
+            self._link = None
         self.drop()
 
     @property
@@ -264,14 +309,17 @@ class Reconnecting:
     async def link(self) -> WeightLink:
         if self._link is None:
             connect_s = RELAY_CONNECT_S if self._relay else CONNECT_S
-            self._link = await self._transport.connect(self._relay or self._source, connect_s)
+            self._link = await self._transport.connect(self._relay or self._source, connect_s, bool(self._relay))
             self._pause_s = BACKOFF_S[0]
         return self._link
 
     async def broke(self, error: WeightError) -> None:
         """Drops the link and pauses (with jitter, so that a fleet does not come back as one)."""
-        self._note(str(error))
+        kept = self._link is not None and self._link.kept
         self.drop()
+        if kept and isinstance(error, LinkLost):
+            return  # It may have died long ago; the source has not been asked yet.
+        self._note(str(error))
         if self._relay:
             self._relay = ""
             return

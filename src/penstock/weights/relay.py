@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import WeightError
 from penstock.weights.manifest import Encoding
 from penstock.weights.plan import Bytes
-from penstock.weights.protocol import GetOffers, NoSuchVersion, NotReady, Offers
-from penstock.weights.server import Lease, serve
+from penstock.weights.protocol import GetOffers, NoSuchVersion, NotReady, Offers, Way
+from penstock.weights.server import Door, Lease, serve
 from penstock.weights.tcp import format_address
+from penstock.weights.tls_socket import relay_server_context
 
 __all__ = ["Relay"]
 
@@ -37,12 +39,17 @@ class _Passing:
 
 
 class Relay:
-    """`start`, then `expect` an encoding, and `put` each chunk of it once it is verified."""
+    """`start`, then `expect` an encoding, and `put` each chunk of it once it is verified.
 
-    def __init__(self, token: str, host: str = "", port: int = 0, wait_s: float = WAIT_S) -> None:
+    `secure`: over TLS, with a certificate made for the occasion; either side is known by its proof of the token.
+    Raises WeightError without a token, MissingExtra where no certificate can be made.
+    """
+
+    def __init__(self, token: str, host: str = "", port: int = 0, wait_s: float = WAIT_S, secure: bool = False) -> None:
         if not token:
             raise WeightError("an instance without the run's token can't pass weights on")
-        self._token = token
+        tls, binding = relay_server_context() if secure else (None, b"")
+        self._door = Door(token, tls, binding)
         self._host = host
         self._wait_s = wait_s
         self._passing: dict[Encoding, _Passing] = {}
@@ -62,7 +69,7 @@ class Relay:
             raise WeightError(f"the relay of weights can't listen on {where}: {error}") from error
         listener.setblocking(False)
         self.port = listener.getsockname()[1]
-        self._serving = asyncio.create_task(serve(listener, self, self._token, None, self._stop), name="weight-relay")
+        self._serving = asyncio.create_task(serve(listener, self, self._door, self._stop), name="weight-relay")
 
     async def close(self) -> None:
         serving, self._serving = self._serving, None
@@ -75,7 +82,10 @@ class Relay:
 
     def expect(self, encoding: Encoding, manifest: bytes, chunks: int) -> None:
         """Begins to pass an encoding on; those of old versions are forgotten."""
-        self._passing[encoding] = _Passing(manifest, chunks)
+        known = self._passing.get(encoding)
+        if known is None or known.manifest != manifest:
+            # One that is fetched again, after a cut, goes on for those who wait for the rest of it.
+            self._passing[encoding] = _Passing(manifest, chunks)
         newest = sorted({key.version for key in self._passing})[-KEEP_VERSIONS:]
         self._passing = {key: passing for key, passing in self._passing.items() if key.version in newest}
         self._arrived.set()
@@ -106,6 +116,9 @@ class Relay:
             raise NoSuchVersion(f"it has nothing of {encoding}") from None
         return _RelayLease(self._passing[encoding], encoding, self._wait_s)
 
+    def ways(self, said: Sequence[str]) -> tuple[Way, ...]:
+        return ()
+
     def relay(self, encoding: Encoding, address: str) -> str:
         return ""
 
@@ -117,6 +130,12 @@ class _RelayLease:
         self._wait_s = wait_s
         self.manifest = passing.manifest
         self.chunks = passing.chunks
+
+    def nbytes(self, index: int) -> int:
+        return 0
+
+    def place(self, index: int, kind: str) -> tuple[str, int] | None:
+        return None
 
     async def chunk(self, index: int) -> Bytes:
         passing = self._passing

@@ -11,10 +11,13 @@ import logging
 import os
 import socket
 import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.errors import WeightError
 from penstock.tls import certificate_role
+from penstock.weights.choose import choose
 from penstock.weights.manifest import Encoding
 from penstock.weights.plan import MAX_BATCH, Bytes, digest
 from penstock.weights.protocol import (
@@ -28,14 +31,18 @@ from penstock.weights.protocol import (
     GetChunks,
     GetManifest,
     GetOffers,
+    GetPlan,
     Hello,
     LinkLost,
     ManifestReply,
+    NoSuchCodec,
     NoSuchVersion,
     NotReady,
     Offers,
+    Plan,
     Proof,
     Refused,
+    Way,
     decode_to_store,
     encode_message,
     prove,
@@ -53,6 +60,16 @@ HANDSHAKE_S = 10.0
 """Whoever has not proven the token by then is no agent."""
 MAX_WAIT_S = 600.0
 """That a puller may ask a server to wait for a version."""
+IDLE_S = 900.0
+"""A puller may be silent for so long between two versions; longer than it keeps its links."""
+LEASE_IDLE_S = IO_S
+"""One that asks for nothing for so long holds no old version in memory."""
+PUSH_SHARES = 4
+"""Of a small version no more than one part in so many is pushed: the rest is for the puller's other connections."""
+PUSH_LEAST_BYTES = 1 << 20
+PUSH_MOST_BYTES = 8 << 20
+JOIN_BYTES = 64 * 1024
+"""Smaller pieces go out as one with their header."""
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +82,14 @@ class Lease(Protocol):
 
     @property
     def chunks(self) -> int: ...
+
+    def nbytes(self, index: int) -> int:
+        """Of a chunk, on the wire; 0 where that is not known."""
+        ...
+
+    def place(self, index: int, kind: str) -> tuple[str, int] | None:
+        """Where the chunk can be fetched by that way, and its offset there; None where it has to be sent."""
+        ...
 
     async def chunk(self, index: int) -> Bytes:
         """The chunk as it goes on the wire. Raises NotReady where it does not come in time."""
@@ -86,17 +111,29 @@ class Shelf(Protocol):
         """Raises NoSuchVersion, or NotReady where it is not there after `wait_s`."""
         ...
 
+    def ways(self, said: Sequence[str]) -> tuple[Way, ...]:
+        """Those by which chunks can be fetched, of what a puller's Hello says."""
+        ...
+
     def relay(self, encoding: Encoding, address: str) -> str:
         """Notes that `address` (empty for none) will have the encoding; returns who else has it, or empty."""
         ...
 
 
-async def serve(
-    listener: socket.socket, shelf: Shelf, token: str, tls: ssl.SSLContext | None, stop: asyncio.Event
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Who is let in, and how they are spoken to."""
+
+    token: str
+    tls: ssl.SSLContext | None = None
+    binding: bytes = b""
+    """Fingerprint of the certificate of `tls`, where the proof of the token is what it is known by."""
+
+
+async def serve(listener: socket.socket, shelf: Shelf, door: Door, stop: asyncio.Event) -> None:
     """Serves until `stop` is set, then cuts every connection."""
     connections: set[asyncio.Task[None]] = set()
-    accepting = asyncio.create_task(_accept(listener, shelf, token, tls, connections))
+    accepting = asyncio.create_task(_accept(listener, shelf, door, connections))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((accepting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -109,13 +146,7 @@ async def serve(
         raise error
 
 
-async def _accept(
-    listener: socket.socket,
-    shelf: Shelf,
-    token: str,
-    tls: ssl.SSLContext | None,
-    connections: set[asyncio.Task[None]],
-) -> None:
+async def _accept(listener: socket.socket, shelf: Shelf, door: Door, connections: set[asyncio.Task[None]]) -> None:
     loop = asyncio.get_running_loop()
 
     def ended(task: asyncio.Task[None]) -> None:
@@ -134,7 +165,7 @@ async def _accept(
             await asyncio.sleep(0.1)
             continue
         shelf.count("connections")
-        reader = _Reader(shelf, sock, peer[0], peer[1], token, tls)
+        reader = _Reader(shelf, sock, peer[0], peer[1], door)
         task = asyncio.create_task(reader.run(busy=len(connections) >= MAX_CONNECTIONS))
         connections.add(task)
         task.add_done_callback(ended)
@@ -143,15 +174,12 @@ async def _accept(
 class _Reader:
     """One connection: hands shaken, then requests answered in turn. Holds the encoding that it reads."""
 
-    def __init__(
-        self, shelf: Shelf, sock: socket.socket, host: str, port: int, token: str, tls: ssl.SSLContext | None
-    ) -> None:
+    def __init__(self, shelf: Shelf, sock: socket.socket, host: str, port: int, door: Door) -> None:
         self._shelf = shelf
         self._socket = sock
         self._host = host
         self._peer = f"the agent at {host}:{port}"
-        self._token = token
-        self._tls = tls
+        self._door = door
         self._framed: Framed
         self._role = ""
         """What the puller's certificate calls it."""
@@ -186,14 +214,13 @@ class _Reader:
             log.warning("the weight store closed a connection: %s", error)
         finally:
             self._framed.close()
-            if self._lease is not None:
-                self._lease.close()
+            self._let_go()
 
     async def _open(self) -> None:
-        if self._tls is None:
+        if self._door.tls is None:
             self._framed = FramedSocket(self._socket, self._peer)
             return
-        secured = self._framed = await TlsSocket.accept(self._socket, self._peer, self._tls, IO_S)
+        secured = self._framed = await TlsSocket.accept(self._socket, self._peer, self._door.tls, IO_S)
         self._role = certificate_role(secured.certificate or {}, ROLES)
 
     async def _welcome(self) -> bool:
@@ -214,19 +241,21 @@ class _Reader:
         token = self._proven_token(proof.mac, hello.nonce, nonce) if isinstance(proof, Proof) else None
         if token is None:
             return await self._refuse("token", "the token is not that of this run (PENSTOCK_TOKEN)")
-        await self._send(Accepted(mac=prove(token, "store", hello.nonce, nonce)))
+        mac = prove(token, "store", hello.nonce, nonce, self._door.binding)
+        await self._send(Accepted(mac=mac, ways=self._shelf.ways(hello.ways)))
         return True
 
     def _proven_token(self, mac: bytes, nonce: bytes, own_nonce: bytes) -> str | None:
         """The token that the puller has proven; for one known by its certificate the empty one will do."""
-        allowed = ([self._token] if self._token else []) + ([""] if self._role == AGENT else [])
-        return next((token for token in allowed if proven(token, "puller", nonce, own_nonce, mac)), None)
+        held, binding = self._door.token, self._door.binding
+        allowed = ([held] if held else []) + ([""] if self._role == AGENT else [])
+        return next((token for token in allowed if proven(token, "puller", nonce, own_nonce, mac, binding)), None)
 
     async def _answer(self) -> bool:
-        request = decode_to_store(await self._framed.read_message())
+        request = decode_to_store(await self._next_request())
         try:
-            if isinstance(request, GetOffers):
-                await self._send(await self._shelf.offers(request))
+            if isinstance(request, GetPlan):
+                await self._send_plan(request)
             elif isinstance(request, GetManifest):
                 await self._send_manifest(request)
             elif isinstance(request, GetChunks):
@@ -235,18 +264,47 @@ class _Reader:
                 return await self._refuse("request", f"a {type(request).__name__} is no request")
         except NoSuchVersion as error:
             return await self._refuse("version", str(error))
+        except NoSuchCodec as error:
+            return await self._refuse("codec", str(error))
         except NotReady as error:
             return await self._refuse("busy", str(error))
         return True
 
+    async def _next_request(self) -> memoryview:
+        """The link may rest between two versions, and what it read of the last one is let go meanwhile."""
+        letting_go = asyncio.get_running_loop().call_later(LEASE_IDLE_S, self._let_go)
+        try:
+            return await self._framed.read_message(IDLE_S)
+        finally:
+            letting_go.cancel()
+
+    async def _send_plan(self, request: GetPlan) -> None:
+        ask = request.ask
+        steps: tuple[Encoding, ...] = (Encoding(ask.version),)
+        if request.codec != "raw":
+            offered = await self._shelf.offers(ask)
+            steps = choose(offered.offers, offered.raw_nbytes, request.measured, request.codec).steps
+        lease = await self._leased(steps[0], ask.wait_s)
+        relay = self._relay_for(steps[0], request.relay_port)
+        pushed = 0 if relay else _pushed(lease, request.push_bytes)
+        signed = lease.manifest
+        plan = Plan(steps=steps, nbytes=len(signed), xxh3=digest(signed), relay=relay, pushed=pushed)
+        await self._framed.send(encode_message(plan) + signed)
+        self._shelf.count("manifests")
+        for index in range(pushed):
+            await self._send_chunk(lease, index)
+
     async def _send_manifest(self, ask: GetManifest) -> None:
         lease = await self._leased(ask.encoding, ask.wait_s)
-        own = format_address(self._host, ask.relay_port) if 0 < ask.relay_port < 65536 else ""
-        relay = self._shelf.relay(ask.encoding, own)
+        relay = self._relay_for(ask.encoding, ask.relay_port)
         encoded = lease.manifest
-        await self._send(ManifestReply(nbytes=len(encoded), xxh3=digest(encoded), relay=relay))
-        await self._framed.send(encoded)
+        reply = ManifestReply(nbytes=len(encoded), xxh3=digest(encoded), relay=relay)
+        await self._framed.send(encode_message(reply) + encoded)
         self._shelf.count("manifests")
+
+    def _relay_for(self, encoding: Encoding, port: int) -> str:
+        own = format_address(self._host, port) if 0 < port < 65536 else ""
+        return self._shelf.relay(encoding, own)
 
     async def _send_chunks(self, ask: GetChunks) -> bool:
         lease = await self._leased(ask.encoding, 0.0)
@@ -255,18 +313,34 @@ class _Reader:
         for index in ask.indices:
             if not 0 <= index < lease.chunks:
                 return await self._refuse("request", f"{ask.encoding} has no chunk {index}")
-            data = await lease.chunk(index)
-            await self._send(ChunkReply(nbytes=len(data)))
-            await self._framed.send(memoryview(data))
-            self._shelf.count("chunks")
-            self._shelf.count("bytes", len(data))
+            lent = lease.place(index, ask.by) if ask.by else None
+            if lent is None:
+                await self._send_chunk(lease, index)
+                continue
+            nbytes = lease.nbytes(index)
+            await self._send(ChunkReply(nbytes=nbytes, place=lent[0], offset=lent[1]))
+            self._shelf.count(f"chunks_by_{ask.by}")
         return True
+
+    async def _send_chunk(self, lease: Lease, index: int) -> None:
+        data = await lease.chunk(index)
+        header = encode_message(ChunkReply(nbytes=len(data)))
+        if len(data) < JOIN_BYTES:
+            await self._framed.send(header + data)
+        else:
+            await self._framed.send(header)
+            await self._framed.send(memoryview(data))
+        self._shelf.count("chunks")
+        self._shelf.count("bytes", len(data))
+
+    def _let_go(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.close()
 
     async def _leased(self, encoding: Encoding, wait_s: float) -> Lease:
         if self._lease is None or self._encoding != encoding:
-            before, self._lease = self._lease, None
-            if before is not None:
-                before.close()
+            self._let_go()
             self._lease = await self._shelf.open(encoding, min(max(wait_s, 0.0), MAX_WAIT_S))
             self._encoding = encoding
         return self._lease
@@ -278,3 +352,15 @@ class _Reader:
 
     async def _send(self, message: FromStore) -> None:
         await self._framed.send(encode_message(message))
+
+
+def _pushed(lease: Lease, push_bytes: int) -> int:
+    """How many chunks go out behind a plan."""
+    sizes = [lease.nbytes(index) for index in range(lease.chunks)] if push_bytes > 0 else []
+    most = min(push_bytes, PUSH_MOST_BYTES, max(sum(sizes) // PUSH_SHARES, PUSH_LEAST_BYTES))
+    total = 0
+    for count, size in enumerate(sizes):
+        total += size
+        if total > most:
+            return count
+    return len(sizes)

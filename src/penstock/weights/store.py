@@ -16,7 +16,7 @@ import socket
 import ssl
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -27,10 +27,11 @@ from penstock.weights.manifest import Encoding, Manifest, TensorEntry, encode_ma
 from penstock.weights.memory import host_buffer, usable_cores
 from penstock.weights.offers import codecs_of, offers_of
 from penstock.weights.plan import CODECS, Bytes, check_tensor, cut_runs, digest, tensor_offsets
-from penstock.weights.protocol import GetOffers, NoSuchVersion, NotReady, Offers
+from penstock.weights.protocol import GetOffers, NoSuchVersion, NotReady, Offers, Way
 from penstock.weights.quantization import SCHEME_DTYPES, quantize
-from penstock.weights.server import Lease, serve
+from penstock.weights.server import Door, Lease, serve
 from penstock.weights.tcp import format_address
+from penstock.weights.transport import Lender
 
 COPY_BYTES = 16 * 1024 * 1024
 """Copied at once while publishing; other threads of the trainer run in between."""
@@ -99,7 +100,9 @@ class WeightStore:
 
     `host` and `port` are listened on (port 0 takes a free one); agents reach the store by `advertise` (a host, or
     host:port behind a port forwarding), by default `host`. With `tls`, pullers are spoken to over TLS, and one whose
-    verified certificate names an agent needs no token. `threads` encode, beside what calls `publish`.
+    verified certificate names an agent needs no token. `threads` encode, beside what calls `publish`. `lenders` are
+    faster ways than TCP to the raw versions; where several hosts are advertised, with commas between them, agents
+    spread their connections over all.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class WeightStore:
         tls: ssl.SSLContext | None = None,
         keep_bytes: int = 0,
         threads: int = 0,
+        lenders: Sequence[Lender] = (),
     ) -> None:
         if chunk_bytes < 1 or keep_versions < 1:
             raise ValueError(f"chunk_bytes={chunk_bytes} and keep_versions={keep_versions} must be at least 1")
@@ -146,6 +150,7 @@ class WeightStore:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._closed = False
+        self._lenders = {lender.kind: lender for lender in lenders}
 
     def start(self) -> str:
         """Listens and returns the address that agents pull from. Raises PortInUse, or WeightError for a bad host."""
@@ -166,10 +171,13 @@ class WeightStore:
     def address(self) -> str:
         """host:port as agents reach the store."""
         if self._advertise:
-            host, colon, port = self._advertise.rpartition(":")
-            has_port = colon and port.isdecimal() and (":" not in host or host.endswith("]"))
-            return self._advertise if has_port else format_address(self._advertise.strip("[]"), self._port)
+            return ",".join(self._advertised(one.strip()) for one in self._advertise.split(","))
         return format_address(_outward_address() if self._host in ("", "0.0.0.0", "::") else self._host, self._port)
+
+    def _advertised(self, name: str) -> str:
+        host, colon, port = name.rpartition(":")
+        has_port = colon and port.isdecimal() and (":" not in host or host.endswith("]"))
+        return name if has_port else format_address(name.strip("[]"), self._port)
 
     def versions(self) -> list[int]:
         """Versions held now, oldest first."""
@@ -216,6 +224,8 @@ class WeightStore:
             stream = self._buffer(offsets[-1])
             for start, source in zip(offsets, sources):
                 _copy(stream[start : start + len(source)], source)
+            for lender in self._lenders.values():
+                lender.lend(stream)
             self._publishing.submit(self._complete, version, entries, stream, config_json, done)
         except BaseException:
             with self._lock:
@@ -286,6 +296,8 @@ class WeightStore:
             if thread.is_alive():
                 raise WeightError(f"the weight store did not stop within {STOP_S:g} s")
         self._thread = None
+        for lender in self._lenders.values():
+            lender.close()
 
     def _collect(self) -> None:
         """Forgets versions beyond the newest ones that nobody reads; the lock is held by the caller."""
@@ -328,7 +340,10 @@ class WeightStore:
         """Memory for a version: that of the last one collected where it fits, since fresh pages cost far more."""
         with self._lock:
             spare, self._spare = self._spare, None
-        return spare if spare is not None and spare.nbytes == nbytes else host_buffer(nbytes)
+        if spare is not None and spare.nbytes == nbytes:
+            return spare
+        lent = (lender.buffer(nbytes) for lender in self._lenders.values())
+        return next((buffer for buffer in lent if buffer is not None), None) or host_buffer(nbytes)
 
     def _code_ahead(self, before: Manifest, now: Manifest) -> None:
         """Begins the difference that agents will ask for; the lock is held by the caller."""
@@ -412,7 +427,7 @@ class WeightStore:
     async def _serve(self, listener: socket.socket, ready: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         ready.set()
-        await serve(listener, self, self._token, self._tls, self._stop)
+        await serve(listener, self, Door(self._token, self._tls), self._stop)
 
     async def offers(self, ask: GetOffers) -> Offers:
         await self._published(ask.version, ask.wait_s)
@@ -491,6 +506,10 @@ class WeightStore:
             coding = self._code(encoding)
         return _CodedLease(await _within(coding, wait_s, f"{encoding} is being encoded"))
 
+    def ways(self, said: Sequence[str]) -> tuple[Way, ...]:
+        found = (self._lenders[kind].way(one) for one in said if (kind := one.partition(":")[0]) in self._lenders)
+        return tuple(way for way in found if way is not None)
+
     def relay(self, encoding: Encoding, address: str) -> str:
         """Each who passes an encoding on is given the one that asked before it, so that they form a chain."""
         with self._lock:
@@ -549,6 +568,14 @@ class _RawLease:
         self.manifest = held.signed
         self.chunks = len(held.manifest.chunks)
 
+    def nbytes(self, index: int) -> int:
+        return self._held.manifest.chunks[index].nbytes
+
+    def place(self, index: int, kind: str) -> tuple[str, int] | None:
+        lender = self._store._lenders.get(kind)
+        place = lender.place(self._held.stream) if lender is not None else ""
+        return (place, self._held.manifest.chunks[index].offset) if place else None
+
     async def chunk(self, index: int) -> Bytes:
         chunk = self._held.manifest.chunks[index]
         return self._held.stream[chunk.offset : chunk.offset + chunk.nbytes]
@@ -564,6 +591,12 @@ class _CodedLease:
         self._chunks = coded.encoded.chunks
         self.manifest = coded.signed
         self.chunks = len(self._chunks)
+
+    def nbytes(self, index: int) -> int:
+        return len(self._chunks[index])
+
+    def place(self, index: int, kind: str) -> tuple[str, int] | None:
+        return None
 
     async def chunk(self, index: int) -> Bytes:
         return self._chunks[index]

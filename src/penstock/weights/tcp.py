@@ -7,11 +7,15 @@ from the kernel into the puller's buffer, without a copy in Python. Every wait h
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import ssl
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import msgspec
 
 from penstock.errors import WeightError
 from penstock.weights.manifest import Encoding
@@ -29,17 +33,17 @@ from penstock.weights.protocol import (
     FromStore,
     GetChunks,
     GetManifest,
-    GetOffers,
-    Held,
+    GetPlan,
     Hello,
     LinkLost,
     ManifestReply,
-    Offers,
     OtherProtocol,
+    Plan,
     Proof,
     Refused,
     TokenRefused,
     ToStore,
+    Way,
     decode_from_store,
     encode_message,
     message_length,
@@ -47,42 +51,21 @@ from penstock.weights.protocol import (
     proven,
     refusal,
 )
-from penstock.weights.tls_socket import TlsSocket
+from penstock.weights.tls_socket import TlsSocket, relay_client_context
+from penstock.weights.transport import CONNECT_S, Fetcher, Planned, Reader, WayClosed, WeightLink
 
-CONNECT_S = 10.0
 IO_S = 20.0
 """A peer that moves no byte for so long is given up."""
+HANDSHAKE_S = 30.0
+KEEP_S = 300.0
+"""A link on which nothing was said for so long is opened anew: on the way, somebody may have forgotten it."""
+KEEP_LINKS = 16
+"""To one source."""
+KEEP_SOURCES = 8
+ALIVE_IDLE_S, ALIVE_PAUSE_S, ALIVE_PROBES = 10, 5, 2
+"""The kernel asks after a peer that is silent: a half-open link that is kept is found dead before it is used."""
 
-
-class WeightLink(Protocol):
-    """One connection to whatever holds weight versions. Raises LinkLost where another try may succeed."""
-
-    async def offers(self, version: int, held: Sequence[Held], wait_s: float, scheme: str = "") -> Offers:
-        """How `version` can be had by one that holds `held`; waits for one that is being published.
-
-        With `scheme`, how it can be had quantized.
-        """
-        ...
-
-    async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
-        """The encoding's manifest, not believed yet, and the address of an instance that has it too, or empty."""
-        ...
-
-    async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
-        """Asks for chunks; each then has to be read, in that order, with `chunk_into`."""
-        ...
-
-    async def chunk_into(self, index: int, into: memoryview) -> None:
-        """Fills `into` with the bytes of the next chunk asked for, `index`; they are not verified yet."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class WeightTransport(Protocol):
-    """How a puller reaches a source; TCP here, shared memory and Mooncake behind the same door later."""
-
-    async def connect(self, source: str, connect_s: float = CONNECT_S) -> WeightLink: ...
+log = logging.getLogger(__name__)
 
 
 class Framed(Protocol):
@@ -105,6 +88,7 @@ class FramedSocket:
     def __init__(self, sock: socket.socket, peer: str, io_s: float = IO_S) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(sock)
         self._socket = sock
         self._peer = peer
         self._io_s = io_s
@@ -150,17 +134,78 @@ class FramedSocket:
         self._socket.close()
 
 
-class TcpTransport:
-    """Connects to a WeightStore and proves the token; believes the store only once it has proven it too."""
+def keep_alive(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": ALIVE_IDLE_S, "TCP_KEEPINTVL": ALIVE_PAUSE_S, "TCP_KEEPCNT": ALIVE_PROBES}
+    for name, value in options.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
-    def __init__(self, token: str, io_s: float = IO_S, tls: ssl.SSLContext | None = None) -> None:
+
+class TcpTransport:
+    """Connects to a weight store and proves the token; believes the store only once it has proven it too.
+
+    A source may be several addresses with commas between them, as a host with several network cards has: each new
+    connection goes to the next one that answers. Links that are kept are used again, until `close`. `fetchers` are the
+    faster ways that this end has, the first choice first. With `tls`, sources are spoken to over TLS; instances that
+    pass weights on then are as well, and are known by the token, to which their certificate is bound.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        io_s: float = IO_S,
+        tls: ssl.SSLContext | None = None,
+        fetchers: Sequence[Fetcher] = (),
+    ) -> None:
         self._token = token
         self._io_s = io_s
         self._tls = tls
+        self._fetchers = list(fetchers)
+        self._closed_ways: dict[str, str] = {}
+        """Causes, by kind, why a way is not gone any more."""
+        self._kept: dict[str, list[tuple[float, WeightLink]]] = {}
+        self._turn = 0
 
-    async def connect(self, source: str, connect_s: float = CONNECT_S) -> TcpLink:
+    async def connect(self, source: str, connect_s: float = CONNECT_S, relay: bool = False) -> WeightLink:
         """Raises LinkLost, TokenRefused, OtherProtocol or another WeightError."""
-        host, port = parse_address(source)
+        while links := self._kept.get(source):
+            since, link = links.pop()
+            if time.monotonic() - since < KEEP_S:
+                return link
+            link.close()
+        addresses = parse_addresses(source)
+        self._turn += 1
+        trouble: LinkLost | None = None
+        for place in range(len(addresses)):
+            host, port = addresses[(self._turn + place) % len(addresses)]
+            try:
+                return await self._dial(host, port, connect_s, relay)
+            except LinkLost as error:
+                trouble = error
+        raise trouble or LinkLost(f"{source!r} names no address")
+
+    def keep(self, source: str, link: WeightLink) -> None:
+        links = self._kept.setdefault(source, [])
+        if isinstance(link, TcpLink) and len(links) < KEEP_LINKS:
+            link.kept = True
+            links.append((time.monotonic(), link))
+        else:
+            link.close()
+        # Of relays that are gone nobody asks again.
+        for other in [other for other in self._kept if other != source][: max(0, len(self._kept) - KEEP_SOURCES)]:
+            for _, old in self._kept.pop(other):
+                old.close()
+
+    def close(self) -> None:
+        """Closes the links that are kept."""
+        while self._kept:
+            _, links = self._kept.popitem()
+            for _, link in links:
+                link.close()
+
+    async def _dial(self, host: str, port: int, connect_s: float, relay: bool) -> TcpLink:
+        source = format_address(host, port)
         try:
             async with asyncio.timeout(connect_s):
                 sock = await _open(host, port)
@@ -169,30 +214,89 @@ class TcpTransport:
         except OSError as error:
             raise LinkLost(f"no connection to the weight store at {source}: {error}") from error
         peer = f"the weight store at {source}"
-        framed: Framed = (
-            FramedSocket(sock, peer, self._io_s)
-            if self._tls is None
-            else await TlsSocket.dial(sock, host, peer, self._tls, self._io_s)
-        )
-        link = TcpLink(framed, source)
+        framed: Framed = FramedSocket(sock, peer, self._io_s)
+        binding = b""
+        if self._tls is not None:
+            context = relay_client_context() if relay else self._tls
+            secured = await TlsSocket.dial(sock, host, peer, context, self._io_s)
+            framed = secured
+            binding = secured.binding() if relay else b""
+        link = TcpLink(framed, source, "tcp" if self._tls is None else "tls")
         try:
-            await link.shake_hands(self._token)
+            async with asyncio.timeout(HANDSHAKE_S):
+                await link.shake_hands(self._token, self._says(link), binding)
+        except TimeoutError:
+            link.close()
+            raise LinkLost(f"the weight store at {source} shook no hands within {HANDSHAKE_S:g} s") from None
         except BaseException:
             link.close()
             raise
+        self._choose_way(link)
         return link
+
+    def _says(self, link: TcpLink) -> tuple[str, ...]:
+        """What this end could do beside the connection."""
+        said = []
+        for fetcher in self._fetchers:
+            cause = self._closed_ways.get(fetcher.kind, "")
+            try:
+                if not cause:
+                    said.append(fetcher.says())
+            except WayClosed as error:
+                cause = str(error)
+            if cause:
+                link.not_by(fetcher.kind, cause)
+        return tuple(said)
+
+    def _choose_way(self, link: TcpLink) -> None:
+        for fetcher in self._fetchers:
+            if fetcher.kind in self._closed_ways:
+                continue
+            way = next((way for way in link.ways if way.kind == fetcher.kind), None)
+            if way is None:
+                link.not_by(fetcher.kind, "the source has no such way to here")
+                continue
+            try:
+                link.go_by(fetcher.kind, fetcher.open(way), self._closed)
+            except WayClosed as error:
+                link.not_by(fetcher.kind, str(error))
+            else:
+                return
+
+    def _closed(self, kind: str, cause: str) -> None:
+        self._closed_ways[kind] = cause
+        log.warning("weights come by %s no longer: %s", kind, cause)
 
 
 class TcpLink:
     """The puller's end of one connection. Requests are answered in turn, so it serves one caller at a time."""
 
-    def __init__(self, framed: Framed, source: str) -> None:
+    def __init__(self, framed: Framed, source: str, carrier: str = "tcp") -> None:
         self._framed = framed
         self._source = source
+        self._carrier = carrier
+        self._by = ""
+        self._reader: Reader | None = None
+        self._on_closed: Callable[[str, str], None] = lambda kind, cause: None
+        self._not_by: dict[str, str] = {}
+        self.ways: tuple[Way, ...] = ()
+        self.kept = False
+        self.round_trip_s = 0.0
 
-    async def shake_hands(self, token: str) -> None:
+    @property
+    def direct(self) -> bool:
+        return self._reader is not None
+
+    @property
+    def way(self) -> str:
+        causes = "; ".join(f"not by {kind}: {cause}" for kind, cause in self._not_by.items())
+        return self._by or (f"{self._carrier} ({causes})" if causes else self._carrier)
+
+    async def shake_hands(self, token: str, ways: tuple[str, ...] = (), binding: bytes = b"") -> None:
         nonce = os.urandom(NONCE_BYTES)
-        challenge = await self._ask(Hello(magic=MAGIC, protocol=PROTOCOL, nonce=nonce))
+        began = time.monotonic()
+        challenge = await self._ask(Hello(magic=MAGIC, protocol=PROTOCOL, nonce=nonce, ways=ways))
+        self.round_trip_s = time.monotonic() - began
         if not isinstance(challenge, Challenge):
             raise BadMessage(f"{self._source} answered a hello with {type(challenge).__name__}")
         if challenge.protocol != PROTOCOL:
@@ -200,32 +304,38 @@ class TcpLink:
                 f"the weight store at {self._source} speaks protocol {challenge.protocol} and this side {PROTOCOL}; "
                 "use the same version of Penstock on both sides"
             )
-        accepted = await self._ask(Proof(mac=prove(token, "puller", nonce, challenge.nonce)))
+        accepted = await self._ask(Proof(mac=prove(token, "puller", nonce, challenge.nonce, binding)))
         if not isinstance(accepted, Accepted):
             raise BadMessage(f"{self._source} answered a proof with {type(accepted).__name__}")
-        if not proven(token, "store", nonce, challenge.nonce, accepted.mac):
+        if not proven(token, "store", nonce, challenge.nonce, accepted.mac, binding):
             raise TokenRefused(f"the weight store at {self._source} does not hold this run's token")
+        self.ways = accepted.ways
 
-    async def offers(self, version: int, held: Sequence[Held], wait_s: float, scheme: str = "") -> Offers:
-        reply = await self._ask(GetOffers(version=version, held=tuple(held), wait_s=wait_s, scheme=scheme), wait_s)
-        if not isinstance(reply, Offers):
-            raise BadMessage(f"{self._source} answered a request for offers with {type(reply).__name__}")
-        return reply
+    def go_by(self, kind: str, reader: Reader, on_closed: Callable[[str, str], None]) -> None:
+        """From now on chunks come by `reader` where the store lends them; `on_closed` hears why they no longer do."""
+        self._by, self._reader, self._on_closed = kind, reader, on_closed
+
+    def not_by(self, kind: str, cause: str) -> None:
+        self._not_by[kind] = cause
+
+    async def plan(self, ask: GetPlan) -> Planned:
+        # A way of its own needs no bytes on the connection before it.
+        if self._reader is not None:
+            ask = msgspec.structs.replace(ask, push_bytes=0)
+        reply = await self._ask(ask, ask.ask.wait_s)
+        if not isinstance(reply, Plan) or not reply.steps:
+            raise BadMessage(f"{self._source} answered a request for a plan with {type(reply).__name__}")
+        manifest = await self._manifest(reply.nbytes, reply.xxh3, reply.steps[0])
+        return Planned(reply.steps, manifest, reply.relay, reply.pushed)
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
         reply = await self._ask(GetManifest(encoding=encoding, wait_s=wait_s, relay_port=relay_port), wait_s)
         if not isinstance(reply, ManifestReply):
             raise BadMessage(f"{self._source} answered a manifest request with {type(reply).__name__}")
-        if not 0 < reply.nbytes <= MAX_MANIFEST_BYTES:
-            raise WeightError(f"{self._source} announces a manifest of {reply.nbytes} bytes")
-        body = bytearray(reply.nbytes)
-        await self._framed.read_into(memoryview(body))
-        if digest(body) != reply.xxh3:
-            raise LinkLost(f"the manifest of {encoding} from {self._source} came with a wrong checksum")
-        return bytes(body), reply.relay
+        return await self._manifest(reply.nbytes, reply.xxh3, encoding), reply.relay
 
     async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
-        await self._framed.send(encode_message(GetChunks(encoding=encoding, indices=tuple(indices))))
+        await self._framed.send(encode_message(GetChunks(encoding=encoding, indices=tuple(indices), by=self._by)))
 
     async def chunk_into(self, index: int, into: memoryview) -> None:
         reply = await self._reply()
@@ -235,10 +345,30 @@ class TcpLink:
             raise WeightError(
                 f"{self._source} sends {reply.nbytes} bytes for chunk {index}, which the manifest gives {len(into)}"
             )
-        await self._framed.read_into(into)
+        if not reply.place:
+            await self._framed.read_into(into)
+            return
+        if self._reader is None:
+            raise BadMessage(f"{self._source} names a place for chunk {index}, and was asked for none")
+        try:
+            await self._reader.read_into(reply.place, reply.offset, into)
+        except WayClosed as error:
+            self._on_closed(self._by, str(error))
+            raise LinkLost(str(error)) from error
 
     def close(self) -> None:
         self._framed.close()
+        if self._reader is not None:
+            self._reader.close()
+
+    async def _manifest(self, nbytes: int, xxh3: int, encoding: Encoding) -> bytes:
+        if not 0 < nbytes <= MAX_MANIFEST_BYTES:
+            raise WeightError(f"{self._source} announces a manifest of {nbytes} bytes")
+        body = bytearray(nbytes)
+        await self._framed.read_into(memoryview(body))
+        if digest(body) != xxh3:
+            raise LinkLost(f"the manifest of {encoding} from {self._source} came with a wrong checksum")
+        return bytes(body)
 
     async def _ask(self, message: ToStore, wait_s: float = 0.0) -> FromStore:
         await self._framed.send(encode_message(message))
@@ -269,6 +399,11 @@ async def _open(host: str, port: int) -> socket.socket:
         else:
             return sock
     raise error
+
+
+def parse_addresses(source: str) -> list[tuple[str, int]]:
+    """`host:port`, or several with commas between them. Raises WeightError."""
+    return [parse_address(one.strip()) for one in source.split(",")]
 
 
 def parse_address(source: str) -> tuple[str, int]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
+import hashlib
 import socket
 import ssl
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.errors import MissingExtra
 from penstock.tls import refusal_words, tell_late
 from penstock.weights.protocol import LENGTH, LinkLost, TokenRefused, message_length
 
-__all__ = ["TlsSocket"]
+__all__ = ["TlsSocket", "relay_client_context", "relay_server_context"]
 
 HANDSHAKE_S = 10.0
 PIECE_BYTES = 1 << 20
@@ -60,6 +64,12 @@ class TlsSocket:
         certificate: Mapping[str, Any] | None = self._writer.get_extra_info("peercert")
         return certificate
 
+    def binding(self) -> bytes:
+        """The fingerprint of the other side's certificate, verified or not."""
+        held: ssl.SSLObject | None = self._writer.get_extra_info("ssl_object")
+        certificate = held.getpeercert(binary_form=True) if held is not None else None
+        return hashlib.sha256(certificate or b"").digest()
+
     async def send(self, data: bytes | memoryview) -> None:
         """Sends all of `data`; the deadline is for each piece."""
         view = memoryview(data)
@@ -99,6 +109,53 @@ class TlsSocket:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def relay_client_context() -> ssl.SSLContext:
+    """For dialling an instance that passes weights on. It is not known by its certificate but by the proof of the run's
+    token, which is bound to it: nothing is verified here, and no link is believed without that proof."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def relay_server_context() -> tuple[ssl.SSLContext, bytes]:
+    """For an instance that passes weights on: a certificate of its own, made now and signed by nobody, and its
+    fingerprint. Raises MissingExtra where it can't be made."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        raise MissingExtra("cryptography", "tls", "passing weights on over TLS") from error
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "penstock-relay")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=3650))
+        .sign(key, hashes.SHA256())
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # ssl takes files alone; this one is its owner's, and gone once it is read.
+    with tempfile.NamedTemporaryFile(prefix="penstock-relay-") as file:
+        file.write(certificate.public_bytes(serialization.Encoding.PEM))
+        file.write(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context, hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).digest()
 
 
 def _trouble(what: str, error: OSError) -> LinkLost | TokenRefused:

@@ -1,0 +1,151 @@
+"""How weights reach a puller: the seams between what is said and how bytes move. No sockets and no policy here.
+
+One connection to the source (TCP, or TLS) carries requests, manifests and, where both ends have nothing faster, the
+chunks. A faster way moves the chunks alone: the store lends the memory that a version lies in (`Lender`), a ChunkReply
+says where in it a chunk is, and the puller fetches it from there (`Fetcher`, `Reader`). The kinds in use are those
+that both ends have, the puller's first choice before others; each falls back to the connection, with the cause kept
+for people to read. Bytes are believed by their checksums, whichever way they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.errors import WeightError
+from penstock.weights.manifest import Encoding
+from penstock.weights.protocol import GetPlan, Way
+
+__all__ = [
+    "CONNECT_S",
+    "Fetcher",
+    "Lender",
+    "Planned",
+    "Reader",
+    "WayClosed",
+    "WeightLink",
+    "WeightTransport",
+]
+
+CONNECT_S = 10.0
+
+
+class WayClosed(WeightError):
+    """A way can't be gone from here, or no longer; chunks come by the connection instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A store's answer to `GetPlan`; the manifest is not believed yet."""
+
+    steps: tuple[Encoding, ...]
+    manifest: bytes
+    """Of the first step."""
+    relay: str = ""
+    """host:port of an instance that has, or is getting, the same encoding; empty for none."""
+    pushed: int = 0
+    """Chunks of the first step, from the first on, that are to be read from this link as if asked for."""
+
+
+class WeightLink(Protocol):
+    """One connection to whatever holds weight versions. Raises LinkLost where another try may succeed."""
+
+    @property
+    def way(self) -> str:
+        """How chunks come: tcp, tls, or the kind of a faster way; with the cause where one was wanted and is not
+        had."""
+        ...
+
+    @property
+    def direct(self) -> bool:
+        """Whether chunks bypass the network, so that no other instance could bring them sooner."""
+        ...
+
+    @property
+    def kept(self) -> bool:
+        """Whether it was open since before this pull: that it is dead then says nothing of the source."""
+        ...
+
+    @property
+    def round_trip_s(self) -> float: ...
+
+    async def plan(self, ask: GetPlan) -> Planned:
+        """The way to the version that is asked for; waits for one that is being published."""
+        ...
+
+    async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
+        """The encoding's manifest, not believed yet, and the address of an instance that has it too, or empty."""
+        ...
+
+    async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
+        """Asks for chunks; each then has to be read, in that order, with `chunk_into`."""
+        ...
+
+    async def chunk_into(self, index: int, into: memoryview) -> None:
+        """Fills `into` with the bytes of the next chunk asked for, `index`; they are not verified yet."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WeightTransport(Protocol):
+    """How a puller reaches sources."""
+
+    async def connect(self, source: str, connect_s: float = CONNECT_S, relay: bool = False) -> WeightLink:
+        """A link to `source`, one that was kept where there is one. `relay`: it is another instance."""
+        ...
+
+    def keep(self, source: str, link: WeightLink) -> None:
+        """Takes back a link on which nothing is left to be read."""
+        ...
+
+
+class Reader(Protocol):
+    """The puller's end of a way that is open."""
+
+    async def read_into(self, place: str, offset: int, into: memoryview) -> None:
+        """Fills `into`. Raises WayClosed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Fetcher(Protocol):
+    """A way that a puller has."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def says(self) -> str:
+        """For the Hello: the kind, and what a store needs to know of this end. Raises WayClosed."""
+        ...
+
+    def open(self, way: Way) -> Reader:
+        """Raises WayClosed where `way` does not lead to the store's memory."""
+        ...
+
+
+class Lender(Protocol):
+    """A way that a store has: memory from which pullers fetch by themselves. Its calls come from any thread."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def way(self, said: str) -> Way | None:
+        """For a puller whose Hello says so; None where it can't be gone."""
+        ...
+
+    def buffer(self, nbytes: int) -> memoryview | None:
+        """Memory to lend, zero bytes; None where there is none, or where any memory will do."""
+        ...
+
+    def lend(self, stream: memoryview) -> None:
+        """A version's bytes are about to be served from here."""
+        ...
+
+    def place(self, stream: memoryview) -> str:
+        """Where `stream` is found; empty where it is not lent."""
+        ...
+
+    def close(self) -> None: ...

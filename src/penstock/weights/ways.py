@@ -1,0 +1,50 @@
+"""The faster ways than a connection, by name, as configuration and command line give them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from penstock.weights.shm import SharedFetcher, SharedLender
+from penstock.weights.transport import Fetcher, Lender, WayClosed
+
+__all__ = ["WAYS", "fetchers_of", "lenders_of"]
+
+WAYS = ("shm", "mooncake")
+
+log = logging.getLogger(__name__)
+
+
+def fetchers_of(names: Sequence[str]) -> list[Fetcher]:
+    """A puller's ways, in the order given. Raises MissingExtra for one whose package is not installed."""
+    return [_fetcher(name) for name in names]
+
+
+def lenders_of(names: Sequence[str], host: str) -> list[Lender]:
+    """A store's ways; one that this machine does not have is said and left out.
+
+    `host` is the address at which others reach this machine. Raises MissingExtra as `fetchers_of`.
+    """
+    lenders = []
+    for name in names:
+        try:
+            lenders.append(_lender(name, host))
+        except WayClosed as error:
+            log.warning("weights are not lent by %s: %s", name, error)
+    return lenders
+
+
+def _fetcher(name: str) -> Fetcher:
+    if name == "shm":
+        return SharedFetcher()
+    from penstock.weights.mooncake import MooncakeFetcher
+
+    return MooncakeFetcher()
+
+
+def _lender(name: str, host: str) -> Lender:
+    if name == "shm":
+        return SharedLender()
+    from penstock.weights.mooncake import MooncakeLender
+
+    return MooncakeLender(host)
