@@ -37,6 +37,7 @@ MOST_NOTICES = 8
 CAUSE_LINES = 2
 """Of one instance's end or one notice, at most."""
 WAITING_LINES = 4
+WINDOW_LINES = 2
 SINCE_COLUMNS = 9
 """When a notice was given, and the space behind it."""
 LABEL_COLUMNS = 19
@@ -62,6 +63,10 @@ def draw(view: RunView, width: int = 100, height: int = 40) -> RenderableType:
     instances, lines = _instances(view, inner, rows, wide)
     parts.append(instances)
     used += lines + 2
+    if view.fleet.window and not view.outcome:
+        window = Text(_wrapped(printable(view.fleet.window), inner, WINDOW_LINES), style="dim")
+        parts += [Text(), window]
+        used += 2 + window.plain.count("\n")
     if view.waiting_for:
         waiting = _waiting(view, inner)
         parts += [Text(), waiting]

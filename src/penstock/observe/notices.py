@@ -19,6 +19,8 @@ from penstock.observe.instances import RUN_ENDED, is_end, is_loss, outcome_words
 Mood = Literal["plain", "good", "trouble"]
 
 KEPT = 50
+NEWS = 0.1
+"""A window that changed by a smaller share is not told of."""
 NAMES_KEPT = 4096
 CAUSES_TOLD = 3
 """Of samples without a score, in one sentence."""
@@ -169,6 +171,8 @@ def _say_of_run(event: Event) -> tuple[str, Mood] | None:
     match event:
         case events.EngineStarted(name=name, cause=cause):
             return f"{name} was started{_because(cause)}", "plain"
+        case events.WindowChanged():
+            return _say_window(event)
         case events.WaitingForInstances(waiting_for=what, samples=samples):
             return f"waiting for {what}; {_count(samples, 'sample')} to go", "trouble"
         case events.WaitingOver(waited_s=waited_s):
@@ -195,6 +199,17 @@ def _say_of_run(event: Event) -> tuple[str, Mood] | None:
             return f"{where}: {message}" if where else message, "trouble"
         case _:
             return None
+
+
+def _say_window(event: events.WindowChanged) -> tuple[str, Mood] | None:
+    """Another length than before, and an opening in mid-step; that each step has a window is no news."""
+    remote = _count(event.fleet, "remote instance")
+    if event.what in ("learned", "planned") and abs(event.window_s - event.before_s) > NEWS * abs(event.before_s):
+        length = f"{event.window_s:.3g} s" if event.window_s >= 0 else "the whole rollout"
+        return f"own engines generate for {length} with {remote}: {event.cause}", "plain"
+    if event.what == "opened" and event.elapsed_s > 0:
+        return f"own engines generate again: {event.cause}", "plain"
+    return None
 
 
 def _say_of_samples(event: Event) -> tuple[str, Mood] | None:

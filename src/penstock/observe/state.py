@@ -75,6 +75,8 @@ class FleetSnapshot:
     failed: int = 0
     tokens_accepted: int = 0
     waiting_for: str = ""
+    window: str = ""
+    """Whose turn it is on the trainer's own devices; empty where they don't take turns."""
 
     @classmethod
     def of(cls, report: _Report, ts: float) -> FleetSnapshot:
@@ -90,6 +92,7 @@ class FleetSnapshot:
             failed=report.failed,
             tokens_accepted=report.tokens_accepted,
             waiting_for=report.waiting_for,
+            window=getattr(report, "window", ""),
         )
 
     @property

@@ -11,7 +11,7 @@ from penstock.errors import WireError
 from penstock.rollout.fleet import State
 from penstock.rollout.manager import Manager
 
-__all__ = ["Adoption", "health", "instances", "metrics", "read_adoption", "samples"]
+__all__ = ["Adoption", "health", "instances", "metrics", "read_adoption", "samples", "status"]
 
 ADOPTION_BYTES = 4096
 
@@ -69,6 +69,22 @@ def instances(manager: Manager, now: float) -> list[dict[str, Any]]:
             }
         rows.append(row)
     return rows
+
+
+def status(manager: Manager, now: float) -> dict[str, Any]:
+    """The run at a glance, and whose turn it is on the trainer's own devices, and why."""
+    told = manager.status(now)
+    return {
+        "queued": told.queued,
+        "running": told.running,
+        "finished": told.finished,
+        "failed": told.failed,
+        "tokens_accepted": told.tokens_accepted,
+        "waiting_for": told.waiting_for,
+        "instances": {state.value: manager.fleet.count(state) for state in State},
+        "weight_version": manager.versions.latest,
+        "window": manager.windows.state(now),
+    }
 
 
 def samples(manager: Manager, now: float) -> dict[str, Any]:

@@ -190,6 +190,7 @@ class ManagerServer:
                 web.get("/instances", self._instances),
                 web.post("/instances", self._adopt),
                 web.get("/samples", self._samples),
+                web.get("/status", self._status),
                 web.get("/metrics", self._metrics),
                 web.get("/healthz", self._health),
             ]
@@ -443,6 +444,9 @@ class ManagerServer:
         except PenstockError as error:
             return web.Response(status=400, text=f"{error}\n")
         return web.json_response({"name": name}, status=201)
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return _json(operators.status(self.manager, time.monotonic()))
 
     async def _samples(self, request: web.Request) -> web.Response:
         return _json(operators.samples(self.manager, time.monotonic()))
