@@ -2,7 +2,8 @@
 
 Real processes: a manager, built-in engines in float32, weights over TCP. Both runs are compared token for token, and
 every log-probability with a fresh forward pass of transformers' own model. What a user would otherwise do, and the
-baseline here, is to generate the lost samples again from their start.
+baseline here, is to generate the lost samples again from their start. What it costs on each kind of engine, with real
+servers among them, is `migration_served`'s, and stands in the same table.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from penstock.bench import migration_served
 from penstock.bench.common import Result, at_least, at_most, median
 from penstock.bench.house import RUN_SEED, House, open_house, prompts, small_llama
 from penstock.instance.builtin.draw import decision_gap
@@ -185,7 +187,7 @@ def run(quick: bool) -> list[Result]:
             note="one engine of four is missing from the kill on; all share this machine's cores",
         ),
     ]
-    return results
+    return results + migration_served.run(quick)
 
 
 async def _measure(
