@@ -74,6 +74,7 @@ class ComputePool:
         self._check(declared)
         self._scheduler = Scheduler(declared, options or PoolOptions())
         self._runner = Runner(self._scheduler, self._transport_of, on_event, classify, watchers)
+        self._watched = bool(watchers)
         self._flights = SingleFlight() if single_flight or cache is not None else None
         self._cache = cache
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -101,28 +102,32 @@ class ComputePool:
 
     async def chat(self, *, model: str, messages: Sequence[Mapping[str, Any]], **params: Any) -> Any:
         """A chat completion: the whole answer as a dict, every field kept. See `request` for the pool's own options."""
-        return await self._named("/chat/completions", {"model": model, "messages": messages}, params)
+        own = _own(params)
+        return (await self.request("/chat/completions", {"model": model, "messages": messages, **params}, **own)).value
 
     async def completions(self, *, model: str, prompt: Any, **params: Any) -> Any:
-        return await self._named("/completions", {"model": model, "prompt": prompt}, params)
+        own = _own(params)
+        return (await self.request("/completions", {"model": model, "prompt": prompt, **params}, **own)).value
 
     async def embeddings(self, *, model: str, input: Any, **params: Any) -> Any:
-        return await self._named("/embeddings", {"model": model, "input": input}, params)
+        own = _own(params)
+        return (await self.request("/embeddings", {"model": model, "input": input, **params}, **own)).value
 
     async def classify(self, *, model: str, input: Any, **params: Any) -> Any:
-        return await self._named("/classify", {"model": model, "input": input}, params)
+        own = _own(params)
+        return (await self.request("/classify", {"model": model, "input": input, **params}, **own)).value
 
     async def score(self, *, model: str, text_1: Any, text_2: Any, **params: Any) -> Any:
-        return await self._named("/score", {"model": model, "text_1": text_1, "text_2": text_2}, params)
+        own = _own(params)
+        return (
+            await self.request("/score", {"model": model, "text_1": text_1, "text_2": text_2, **params}, **own)
+        ).value
 
     async def rerank(self, *, model: str, query: str, documents: Sequence[str], **params: Any) -> Any:
-        return await self._named("/rerank", {"model": model, "query": query, "documents": documents}, params)
-
-    async def _named(self, path: str, body: dict[str, Any], params: dict[str, Any]) -> Any:
-        if _OWN_OPTIONS.isdisjoint(params):
-            return (await self.request(path, {**body, **params})).value
-        own = {name: params.pop(name) for name in _OWN_OPTIONS & params.keys()}
-        return (await self.request(path, {**body, **params}, **own)).value
+        own = _own(params)
+        return (
+            await self.request("/rerank", {"model": model, "query": query, "documents": documents, **params}, **own)
+        ).value
 
     async def request(
         self,
@@ -145,7 +150,9 @@ class ComputePool:
         """
         if body.get("stream"):
             raise ConfigError("'stream' is set: use ComputePool.stream, which yields the pieces")
-        home, request = self._bind(), Request(path, body, encoded=encoded)
+        home, request = self._loop, Request(path, body, encoded=encoded)
+        if home is None or home.is_closed():
+            home = self._bind()
         if self._flights is not None:
             work = self._once(request, priority, deadline_s, estimated_tokens, attempts, hedge_after_s)
             return await self._at_home(work)
@@ -268,7 +275,8 @@ class ComputePool:
             hedge_after_s=math.inf if call.pieces is not None else hedge_after_s,
             patient=deadline_s is None,
         )
-        self._runner.queued(job)
+        if self._watched:
+            self._runner.queued(job)
         self._runner.pump()
         return job
 
@@ -360,7 +368,17 @@ class ComputePool:
         return self._scheduler.spent
 
 
-_OWN_OPTIONS = {"priority", "deadline_s", "estimated_tokens", "attempts", "hedge_after_s"}
+_OWN_OPTIONS = frozenset(("priority", "deadline_s", "estimated_tokens", "attempts", "hedge_after_s"))
+
+
+def _own(params: dict[str, Any]) -> dict[str, Any]:
+    """The pool's own options, taken out of a call's parameters; the rest are the service's."""
+    if _OWN_OPTIONS.isdisjoint(params):
+        return _NONE
+    return {name: params.pop(name) for name in _OWN_OPTIONS & params.keys()}
+
+
+_NONE: dict[str, Any] = {}
 
 
 def _estimate(request: Request) -> float:
@@ -370,9 +388,8 @@ def _estimate(request: Request) -> float:
             request.encoded = msgspec.json.encode(request.body)
         except TypeError as error:
             raise PoolError(f"the request can't be written as JSON: {error}") from None
-    body = request.body
-    answer = body.get("max_completion_tokens") or body.get("max_tokens") or 0
-    count = body.get("n") or 1
-    if not isinstance(answer, int | float) or not isinstance(count, int | float):
-        return float(len(request.encoded) // 4)
-    return float(len(request.encoded) // 4 + max(0, answer) * max(1, count))
+    body, tokens = request.body, float(len(request.encoded) // 4)
+    answer, count = body.get("max_completion_tokens") or body.get("max_tokens"), body.get("n")
+    if isinstance(answer, int | float) and answer > 0:
+        tokens += answer * count if isinstance(count, int | float) and count > 1 else answer
+    return tokens

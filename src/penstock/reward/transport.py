@@ -102,17 +102,16 @@ class HttpTransport:
         self._ways: dict[tuple[str, str], _Way] = {}
 
     def _open(self) -> tuple[aiohttp.ClientSession, Expiry]:
-        loop = asyncio.get_running_loop()
-        if self._session is None or self._expiry is None or self._session.closed or self._loop is not loop:
-            self._let_go()
-            # Concurrency is bounded by the endpoints' gates; a second bound here would queue behind their backs.
-            connector = aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=self.KEEP_ALIVE_S, ssl=self._ssl if self._ssl is not None else True
-            )
-            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-            self._loop, self._expiry = loop, Expiry(loop)
-            self._let_go = weakref.finalize(self, _close_left_open, self._session, loop)
-        return self._session, self._expiry
+        loop = self._loop = asyncio.get_running_loop()
+        self._let_go()
+        # Concurrency is bounded by the endpoints' gates; a second bound here would queue behind their backs.
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=self.KEEP_ALIVE_S, ssl=self._ssl if self._ssl is not None else True
+        )
+        session = self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        expiry = self._expiry = Expiry(loop)
+        self._let_go = weakref.finalize(self, _close_left_open, session, loop)
+        return session, expiry
 
     def forget_headers(self) -> None:
         """Reads keys and headers again: the declaration changed."""
@@ -133,7 +132,9 @@ class HttpTransport:
     async def send(
         self, endpoint: Endpoint, request: Request, timeout_s: float, chunk: Callable[[bytes], Awaitable[None]] | None
     ) -> tuple[Outcome, Reply | None]:
-        session, expiry = self._open()
+        session, expiry = self._session, self._expiry
+        if session is None or expiry is None or session.closed or self._loop is not asyncio.get_running_loop():
+            session, expiry = self._open()
         way = self._way(endpoint, request.path)
         if chunk is not None:
             return await self._stream(session, endpoint, way, request, timeout_s, chunk)
@@ -149,8 +150,11 @@ class HttpTransport:
                 timeout=way.timeout,
                 allow_redirects=False,
             )
-            # Read to its end, or closed by what goes wrong: either way nothing is left to release.
-            body = await response.read()
+            # Read to its end, or closed by what goes wrong: either way nothing is left to release. An answer in one
+            # piece, as most are, is here already.
+            content = response.content
+            here = content.is_eof() and content.exception() is None
+            body = content.read_nowait() if here else await response.read()
         except asyncio.CancelledError as cancelled:
             if not expiry.was_late(task, cancelling):
                 raise
