@@ -37,10 +37,13 @@ _ALERTS = {
 """What an alert, or an error of one's own side, means to whoever reads it there."""
 
 
-def server_context(cert: str, key: str, client_ca: str, on_refused: Callable[[str], None]) -> ssl.SSLContext:
+def server_context(
+    cert: str, key: str, client_ca: str, on_refused: Callable[[str], None], on_shown: Callable[[], None] = lambda: None
+) -> ssl.SSLContext:
     """For a listening socket. With `client_ca`, every client must have a certificate that it signed.
 
-    `on_refused` gets the reason of each failed handshake. Raises ConfigError for files that can't be used.
+    `on_refused` gets the reason of each failed handshake, `on_shown` hears of each whose client is being shown the
+    certificate, and may leave without a word. Raises ConfigError for files that can't be used.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -48,7 +51,8 @@ def server_context(cert: str, key: str, client_ca: str, on_refused: Callable[[st
     if client_ca:
         _load_ca(context, client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
-    context.sslobject_class = type("_ToldBy", (_Told,), {"on_refused": staticmethod(on_refused)})
+    told = {"on_refused": staticmethod(on_refused), "on_shown": staticmethod(on_shown)}
+    context.sslobject_class = type("_ToldBy", (_Told,), told)
     return context
 
 
@@ -105,6 +109,7 @@ class _Told(ssl.SSLObject):
     """The server's side of a handshake, which lets the alert out before it ends."""
 
     on_refused: Callable[[str], None]
+    on_shown: Callable[[], None]
     _late_steps = 0
 
     def do_handshake(self) -> None:
@@ -116,6 +121,9 @@ class _Told(ssl.SSLObject):
         try:
             super().do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            if self.shared_ciphers() is not None:
+                # Its hello was read, and the answer to that has the certificate in it.
+                self.on_shown()
             raise
         except ssl.SSLError as error:
             self.on_refused(_server_words(error))
@@ -130,6 +138,8 @@ def _server_words(error: ssl.SSLError) -> str:
         return f"its certificate is refused: {error.verify_message}"
     if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return "it gave no certificate"
+    if "_ALERT_" in (error.reason or "") and any(word in error.reason for word in ("CERTIFICATE", "UNKNOWN_CA")):
+        return f"it refuses the certificate that it is shown here ({error.reason})"
     if error.reason == "HTTP_REQUEST":
         return "it spoke HTTP where TLS is spoken (use https://)"
     return f"the TLS handshake failed: {error.reason or 'no reason given'}"

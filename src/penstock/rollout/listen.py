@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
 from aiohttp import web
 
-__all__ = ["IDLE_S", "DoorSite"]
+__all__ = ["IDLE_S", "DoorSite", "certificate_shown", "handshake_refused"]
 
 BACKLOG = 128
 IDLE_S = 75.0
@@ -30,6 +31,22 @@ class _Rules:
     tls: ssl.SSLContext | None
     knock_s: float
     on_late: Callable[[str, str], None]
+
+
+def handshake_refused() -> str:
+    """To be called where a TLS context refuses a peer, which knows nothing of addresses: the peer's own, or `?`."""
+    knocking = _shaking.get()
+    if knocking is None:
+        return "?"
+    knocking.told = True
+    return knocking.peer
+
+
+def certificate_shown() -> None:
+    """To be called where a TLS context shows its certificate."""
+    knocking = _shaking.get()
+    if knocking is not None:
+        knocking.shown = True
 
 
 class DoorSite(web.BaseSite):
@@ -79,6 +96,10 @@ class DoorSite(web.BaseSite):
             knocking.asked()
 
 
+_shaking: ContextVar[_Knocking | None] = ContextVar("shaking", default=None)
+"""Whose handshake is being carried on."""
+
+
 class _Knocking(asyncio.Protocol):
     """One accepted connection. Passes everything on to what speaks HTTP, once TLS is done."""
 
@@ -89,7 +110,9 @@ class _Knocking(asyncio.Protocol):
         self._handed_on = False
         """The handler knows of the connection."""
         self._transport: asyncio.Transport
-        self._peer = "?"
+        self.peer = "?"
+        self.shown = self.told = False
+        """In its TLS handshake: it was shown the certificate, and it was refused."""
         self._early: list[bytes] | None = None
         """What came before the handler knew of its transport."""
         self._timer: asyncio.TimerHandle | None = None
@@ -97,7 +120,7 @@ class _Knocking(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         name: Any = transport.get_extra_info("peername")
-        self._peer = str(name[0]) if name else "?"
+        self.peer = str(name[0]) if name else "?"
         plain = self._transport = cast(asyncio.Transport, transport)
         if self._rules.tls is None:
             self._hand_on(plain)
@@ -106,17 +129,22 @@ class _Knocking(asyncio.Protocol):
         plain.pause_reading()
         self._early = []
         self._knocking[plain] = self
-        self._securing = asyncio.create_task(self._secure(plain, self._rules.tls), name=f"TLS with {self._peer}")
+        self._securing = asyncio.create_task(self._secure(plain, self._rules.tls), name=f"TLS with {self.peer}")
 
     async def _secure(self, plain: asyncio.Transport, tls: ssl.SSLContext) -> None:
         loop = asyncio.get_running_loop()
         limit_s = self._rules.knock_s
+        # What reads for the handshake runs in this task's context.
+        _shaking.set(self)
         try:
             secured = await loop.start_tls(plain, self, tls, server_side=True, ssl_handshake_timeout=limit_s)
         except OSError as error:
-            # A refusal is told where TLS finds it, and a peer that has left is nobody's business.
+            # A refusal is told where TLS finds it, and who left before it was shown anything is nobody's business.
             if isinstance(error, ConnectionAbortedError) and error.errno is None:
-                self._rules.on_late(self._peer, f"it did not end the TLS handshake within {limit_s:g} s")
+                if not self.told:
+                    self._rules.on_late(self.peer, f"it did not end the TLS handshake within {limit_s:g} s")
+            elif self.shown and not self.told:
+                self._rules.on_late(self.peer, "it left when it was shown the certificate, which it may not trust")
         else:
             # None of a connection that was lost meanwhile.
             if secured is not None:
@@ -135,7 +163,7 @@ class _Knocking(asyncio.Protocol):
             self._handler.data_received(b"".join(early))
 
     def _late(self) -> None:
-        self._rules.on_late(self._peer, f"it sent no HTTP request within {self._rules.knock_s:g} s")
+        self._rules.on_late(self.peer, f"it sent no HTTP request within {self._rules.knock_s:g} s")
         self.cut_off()
 
     def asked(self) -> None:

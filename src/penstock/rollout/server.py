@@ -23,7 +23,7 @@ from penstock.errors import ConfigError, PenstockError, PortInUse, WireError
 from penstock.rollout import operators
 from penstock.rollout.doors import Doors, Knocks, Refusal, Role, Tokens
 from penstock.rollout.journal_file import Journal, JournalConfig
-from penstock.rollout.listen import IDLE_S, DoorSite
+from penstock.rollout.listen import IDLE_S, DoorSite, certificate_shown, handshake_refused
 from penstock.rollout.logbook import Logbook
 from penstock.rollout.manager import TRAINER, Decisions, Manager, ManagerConfig
 from penstock.rollout.pace import Pace, PaceConfig
@@ -201,7 +201,7 @@ class ManagerServer:
         await self._runner.setup()
         host, port, tls = self.config.host, self.config.port, self.config.tls
         try:
-            context = server_context(tls.cert, tls.key, tls.client_ca, self._handshake_failed) if tls else None
+            context = server_context(tls.cert, tls.key, tls.client_ca, self._handshake_failed, certificate_shown) if tls else None
             self._site = DoorSite(self._runner, host, port, context, self.config.knock_s, self._late)
             await self._site.start()
         except ConfigError:
@@ -283,8 +283,8 @@ class ManagerServer:
         )
 
     def _handshake_failed(self, cause: str) -> None:
-        # Below the handshake nobody has said yet which door it wants, and the ssl module does not say who it is.
-        self._knocked("?", "any", cause)
+        # In its handshake nobody has said yet which door it wants.
+        self._knocked(handshake_refused(), "any", cause)
 
     def _late(self, peer: str, cause: str) -> None:
         self._knocked(peer, "any", cause)
