@@ -9,6 +9,8 @@ servers among them, is `migration_served`'s, and stands in the same table.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,9 +32,15 @@ from penstock.wire import Sampling
 
 DESCRIPTION = "losing an engine in mid-generation: what is lost, repeated, changed, and what it costs"
 
+HEARTBEAT_S = 1.0
+"""The house's."""
+HEARTBEATS = 3
+TICK_S = 0.1
+"""Between two looks of the manager at who is silent."""
 NEAR_TIE = 1e-4
 """Gap between two choices (logits, or probability where sampled) under which float noise may decide."""
 FRAME_STEPS = 4
+MOVES_NOTHING = {"balance": "penstock.rollout.balance:ShortestQueue"}
 
 Samples = dict[tuple[int, int], FinishedSample]
 
@@ -136,7 +144,7 @@ async def disturb(
     killed = await house.finish(batch, collected)
     killed_s = time.monotonic() - began
     moved = house.events_of(SamplesMoved)[moved_before:]
-    gone = [event for event in house.events_of(InstanceChanged) if event.after == "gone" and event.name == victim]
+    gone = _gone(house, victim)
     return Disturbed(
         quiet=quiet,
         killed=killed,
@@ -149,6 +157,36 @@ async def disturb(
     )
 
 
+def _gone(house: House, name: str) -> list[InstanceChanged]:
+    return [event for event in house.events_of(InstanceChanged) if event.after == "gone" and event.name == name]
+
+
+@dataclass
+class Silent:
+    """A batch in which an engine fell silent, and came back after it was given up."""
+
+    samples: Samples
+    noticed_s: float
+    """From SIGSTOP to the manager's word that the instance is gone, by the wall clock."""
+
+
+async def fall_silent(
+    house: House, batch: str, asked: Sequence[Prompt], samples_per_prompt: int, sampling: Sampling, victim: str
+) -> Silent:
+    """SIGSTOP in mid-generation, and SIGCONT once it is given up: what it then says comes too late."""
+    engine = house.processes.engines[victim]
+    drawn_before, gone_before = engine.tokens_generated() or 0, len(_gone(house, victim))
+    collected = await house.submit(batch, asked, samples_per_prompt, sampling)
+    await house.until(lambda: (engine.tokens_generated() or 0) > drawn_before + 5 * len(asked), f"{victim} at work")
+    stopped_at = time.time()
+    os.killpg(engine.process.pid, signal.SIGSTOP)
+    try:
+        await house.until(lambda: len(_gone(house, victim)) > gone_before, f"{victim} to be given up")
+    finally:
+        os.killpg(engine.process.pid, signal.SIGCONT)
+    return Silent(await house.finish(batch, collected), _gone(house, victim)[-1].ts - stopped_at)
+
+
 def run(quick: bool) -> list[Result]:
     model = small_llama()
     cases = [
@@ -157,10 +195,12 @@ def run(quick: bool) -> list[Result]:
     ]
     asked = prompts(60 if quick else 150)
     with tempfile.TemporaryDirectory(prefix="penstock-migration-") as folder:
-        runs = asyncio.run(_measure(Path(folder), model, cases, asked))
+        runs, silent = asyncio.run(_measure(Path(folder), model, cases, asked))
     results: list[Result] = []
     for batch, sampling in cases:
         results += _results(model, asked, batch, sampling, runs[batch])
+    batch, sampling = cases[-1]
+    after_silence = compare(model, asked, batch, sampling, runs[batch].quiet, silent.samples)
     everything = list(runs.values())
     moved = sum(run.samples_moved for run in everything)
     kept = sum(run.tokens_kept for run in everything)
@@ -178,7 +218,21 @@ def run(quick: bool) -> list[Result]:
             "SIGKILL noticed by the closed socket after",
             max(run.noticed_s for run in everything),
             "s",
-            note="the end of the process included; the bound for silence is three heartbeats, 3 s here",
+            note="the end of the process included",
+        ),
+        at_most(
+            "SIGSTOP noticed after",
+            silent.noticed_s,
+            HEARTBEATS * HEARTBEAT_S + TICK_S,
+            "s",
+            note=f"{HEARTBEATS} heartbeats of {HEARTBEAT_S:g} s, and the manager looks every {TICK_S:g} s",
+        ),
+        at_least(
+            "samples of that batch token for token the same, late frames refused",
+            after_silence.identical_share,
+            0.995,
+            "share",
+            note="; ".join(after_silence.different[:3]) or "none differs",
         ),
         Result(
             "batch with a kill / undisturbed",
@@ -192,9 +246,9 @@ def run(quick: bool) -> list[Result]:
 
 async def _measure(
     folder: Path, model: Any, cases: Sequence[tuple[str, Sampling]], asked: Sequence[Prompt]
-) -> dict[str, Disturbed]:
+) -> tuple[dict[str, Disturbed], Silent]:
     found = {}
-    async with open_house(folder, engines=4, frame_steps=FRAME_STEPS) as house:
+    async with open_house(folder, engines=4, rollout=MOVES_NOTHING, frame_steps=FRAME_STEPS) as house:
         await house.publish(0, model)
         # Engines that are still starting up would count against the undisturbed run.
         await house.until(lambda: _ready(house) == 4, "four engines")
@@ -202,7 +256,10 @@ async def _measure(
         for number, (batch, sampling) in enumerate(cases):
             # Its share of the samples is then some 30 tokens into their answers.
             found[batch] = await disturb(house, batch, asked, 2, sampling, f"engine-{number}", 15 * len(asked))
-    return found
+        # The same batch once more, by the two that are left.
+        batch, sampling = cases[-1]
+        silent = await fall_silent(house, batch, asked, 2, sampling, f"engine-{len(cases)}")
+    return found, silent
 
 
 def _ready(house: House) -> int:
