@@ -83,5 +83,9 @@ class DeadlineExceeded(RolloutError):
     """A wait went past its deadline; the message names what was waited for."""
 
 
+class ProvisionError(PenstockError):
+    """A provisioner can't add, release or list machines."""
+
+
 class PortInUse(PenstockError):
     """The address a server was told to listen on is taken."""

@@ -88,6 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="penstock.rollout.balanced:Balanced",
         help="import path of the policy that says where samples go (default: %(default)s)",
     )
+    parser.add_argument(
+        "--fleet",
+        type=Path,
+        metavar="F",
+        help="TOML with `run` and [fleet]: machines are asked for and released (docs/provisioning.md)",
+    )
     parser.add_argument("--ready-file", type=Path, help="written once listening: JSON with url and pid")
     parser.add_argument("--exit-with-stdin", action="store_true", help="leave when standard input closes")
 
@@ -156,6 +162,7 @@ def _check(args: argparse.Namespace) -> None:
 async def _serve(args: argparse.Namespace, token: str, own_tokens: dict[str, str]) -> int:
     from penstock.cli.adopted import AdoptedAgents, AgentTls
     from penstock.cli.parent import watch_stdin
+    from penstock.cli.provision.wiring import provide, read_fleet_file
     from penstock.rollout.doors import Tokens
     from penstock.rollout.flapping import FlapConfig
     from penstock.rollout.fleet import FleetConfig
@@ -184,10 +191,9 @@ async def _serve(args: argparse.Namespace, token: str, own_tokens: dict[str, str
     journal = None
     if args.journal is not None:
         journal = JournalConfig(args.journal, args.journal_fsync, max_bytes=args.journal_max_mib << 20)
-    adopted = AdoptedAgents(
-        own_tokens.get("agent") or token,
-        AgentTls(args.agent_tls_ca, args.agent_tls_cert, args.agent_tls_key, asked_for=bool(args.tls_client_ca)),
-    )
+    agent_tls = AgentTls(args.agent_tls_ca, args.agent_tls_cert, args.agent_tls_key, asked_for=bool(args.tls_client_ca))
+    adopted = AdoptedAgents(own_tokens.get("agent") or token, agent_tls)
+    fleet = read_fleet_file(args.fleet) if args.fleet is not None else None
     server = ManagerServer(
         ServerConfig(
             token=token,
@@ -219,6 +225,8 @@ async def _serve(args: argparse.Namespace, token: str, own_tokens: dict[str, str
     loop.add_signal_handler(signal.SIGINT, leave, "the manager got SIGINT")
     url = adopted.manager_url = await server.start()
     try:
+        if fleet is not None:
+            provide(server, fleet, url, own_tokens.get("agent") or token, agent_tls.words())
         if args.exit_with_stdin:
 
             def orphaned() -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
 from penstock.cli.run_doors import RunDoors, how_to_join, tokens_of
+from penstock.cli.run_fleet import RunFleet, fleet_file
 from penstock.cli.run_folder import find_run, locked, make_folder
 from penstock.cli.run_watch import RunWatch
 from penstock.config.run import RunConfig
@@ -46,7 +47,7 @@ from penstock.train.critic import Critic
 from penstock.train.edge import EdgeLoop
 from penstock.train.loop import Trainer, TrainerPorts
 from penstock.train.preflight import check as preflight
-from penstock.train.processes import LocalProcesses
+from penstock.train.processes import FLEET_FILE, LocalProcesses
 from penstock.train.warm_start import ensure_model
 from penstock.weights import WeightStore
 
@@ -134,6 +135,8 @@ class _Run:
         doors = RunDoors(config.tls, self._emit)
         processes = LocalProcesses(config, self.folder, tokens, self._emit)
         parts.callback(processes.close)
+        if config.fleet.wanted:
+            (self.folder / FLEET_FILE).write_text(fleet_file(config, self.folder).model_dump_json(indent=2))
         manager_url = processes.start_manager()
         self._say(f"the manager listens at {manager_url}")
         self._tell_how_to_join()
@@ -178,6 +181,9 @@ class _Run:
         self.events.listen(watch.notice)
         # Told first of all when the run ends, so that none outlives the five seconds whatever else takes its time.
         parts.callback(processes.terminate)
+        operator, agent = tokens.of(Role.OPERATOR), tokens.of(Role.AGENT)
+        fleet = RunFleet(config, self.folder, manager_url, operator, agent, edge, self._emit, doors.own)
+        parts.callback(fleet.release)
         ports = TrainerPorts(
             rollout=client,
             scorer=scorer,
@@ -201,12 +207,14 @@ class _Run:
         except BaseException as error:
             if isinstance(error, RolloutError):
                 processes.settle_manager()
+            fleet.release()
             processes.close()
             trainer.save_where_stopped()
             if isinstance(error, RolloutError):
                 processes.check_manager()
             raise
         watch.finish()
+        fleet.release()
         # Here and not with the rest: the manager still tells what it had of each engine when that one said goodbye.
         processes.stop_engines()
         self._wait_for_goodbyes(set(processes.engines))

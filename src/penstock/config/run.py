@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from penstock.cluster.errors import ClusterError
 from penstock.cluster.execute import parse_execute
+from penstock.config.fleet import FleetConfig
 
 
 class _Section(BaseModel):
@@ -447,6 +448,7 @@ class RunConfig(_Section):
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
+    fleet: FleetConfig = FleetConfig()
     manager: ManagerConfig = ManagerConfig()
     tls: TlsConfig = TlsConfig()
     weights: WeightsConfig = WeightsConfig()

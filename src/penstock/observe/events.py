@@ -211,6 +211,43 @@ class WindowChanged(_Event, tag="window_changed"):
     """With "learned": remote instances had nothing to do, mean over them."""
 
 
+class FleetSized(_Event, tag="fleet_sized"):
+    """Another number of machines is worth having from now on."""
+
+    before: int
+    after: int
+    cause: str
+
+
+class MachineChanged(_Event, tag="machine_changed"):
+    """One transition of a machine that the manager has asked its provisioner for."""
+
+    machine: str
+    """The provisioner's name for it; before there is one, `ask-N`."""
+    before: str
+    after: str
+    """asked, starting, joined, draining, releasing, released or failed."""
+    cause: str
+    price_per_h: float = 0.0
+    """Dollars."""
+    cost: float = 0.0
+    """Of this machine so far, in dollars."""
+    spent: float = 0.0
+    """On all machines of the run so far."""
+
+
+class ProvisionerFailed(_Event, tag="provisioner_failed"):
+    """A call of the provisioner failed, or did not come back."""
+
+    call: str
+    """add, release or list."""
+    cause: str
+    machine: str = ""
+    """With release."""
+    retry_s: float = 0.0
+    """Until the next try."""
+
+
 class WaitingForInstances(_Event, tag="waiting_for_instances"):
     waiting_for: str
     samples: int
@@ -300,6 +337,9 @@ Event = (
     | ManagerChanged
     | ManagerRecovered
     | WindowChanged
+    | FleetSized
+    | MachineChanged
+    | ProvisionerFailed
     | WaitingForInstances
     | WaitingOver
     | WeightsPublished

@@ -169,6 +169,14 @@ def printable(text: str) -> str:
 
 def _say_of_run(event: Event) -> tuple[str, Mood] | None:
     match event:
+        case events.FleetSized(before=before, after=after, cause=cause):
+            return f"{_count(after, 'machine')} wanted instead of {before:,}{_because(cause)}", "plain"
+        case events.MachineChanged(machine=machine, after="failed", cause=cause, cost=cost):
+            return f"machine {machine} failed{_because(cause)} ({cost:.2f} dollars)", "trouble"
+        case events.MachineChanged(machine=machine, after="released", cause=cause, cost=cost):
+            return f"machine {machine} was released{_because(cause)} ({cost:.2f} dollars)", "plain"
+        case events.ProvisionerFailed(call=call, machine=machine, cause=cause):
+            return f"the provisioner failed to {' '.join((call, machine)).strip()}: {cause}", "trouble"
         case events.EngineStarted(name=name, cause=cause):
             return f"{name} was started{_because(cause)}", "plain"
         case events.WindowChanged():

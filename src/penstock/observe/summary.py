@@ -70,6 +70,12 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
     samples_recovered: int
     """Finished before the trainer or its connection was lost, and not generated again when it was back."""
     warnings: int
+    machines_asked: int = 0
+    """Of the provisioner."""
+    machines_failed: int = 0
+    """That never joined, or ended otherwise than they should have."""
+    machines_spent: float | None = None
+    """Dollars, by the prices that were given; None where nobody added machines."""
 
 
 def summarise(
@@ -141,6 +147,9 @@ def tally_summary(
         manager_restarts=tally.manager_restarts,
         samples_recovered=tally.samples_recovered,
         warnings=tally.warnings,
+        machines_asked=tally.machines_asked,
+        machines_failed=tally.machines_failed,
+        machines_spent=tally.machines_spent,
     )
 
 
@@ -170,6 +179,10 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.trainer_wait_share is not None:
         rows.append(("trainer waited", f"{100 * summary.trainer_wait_share:.0f} % of its time"))
     rows.append(("instances", _instances(summary)))
+    if summary.machines_spent is not None:
+        failed = f", {summary.machines_failed:,} failed" if summary.machines_failed else ""
+        told = f"{summary.machines_asked:,} asked for{failed}; {summary.machines_spent:,.2f} dollars"
+        rows.append(("machines", told))
     if summary.manager_losses:
         rows.append(("manager", f"{summary.manager_losses:,} times lost, {summary.manager_restarts:,} started again"))
     rows.append(("took", f"{summary.wall_s:.0f} s for {summary.steps:,} steps, {summary.weight_versions:,} versions"))

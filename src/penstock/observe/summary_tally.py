@@ -58,6 +58,8 @@ class SummaryTally:
         self.samples_unscored = self.samples_moved = self.warnings = 0
         self.manager_losses = self.manager_restarts = self.samples_recovered = 0
         self.waited_for_instances_s = 0.0
+        self.machines_asked = self.machines_failed = 0
+        self.machines_spent: float | None = None
         self.weight_versions = self.instances_joined = self.instances_lost = 0
         self._latest_version = -1
         self._ready: set[str] = set()
@@ -112,6 +114,11 @@ class SummaryTally:
                 self._latest_version = max(self._latest_version, version)
             case events.InstanceChanged():
                 self._take_instance(event)
+            case events.MachineChanged(after=after, spent=spent):
+                self.machines_asked += after == "asked"
+                self.machines_failed += after == "failed"
+                # The manager's account, which goes on where the one before it ended.
+                self.machines_spent = max(spent, self.machines_spent or 0.0)
             case events.WaitingOver(waited_s=waited_s):
                 self.waited_for_instances_s += waited_s
             case events.Warned():

@@ -96,6 +96,8 @@ class Instance:
     vocab_size: int = 0
     version: int = NO_VERSION
     target: int = NO_VERSION
+    cordoned: bool = False
+    """Gets no more work, since its machine is about to be released."""
     before: int = NO_VERSION
     """What it served before `version`; tokens of it may still be on their way."""
     load_tries: int = 0
@@ -189,7 +191,7 @@ class Fleet:
     def ready_for(self, version: int, context_tokens: int) -> Iterator[Instance]:
         """Instances that may take work for a weight version and have a context of so many tokens or more."""
         for instance in self._living.values():
-            if instance.holds(version) and instance.max_context_tokens >= context_tokens:
+            if instance.holds(version) and instance.max_context_tokens >= context_tokens and not instance.cordoned:
                 yield instance
 
     def any_ready_for(self, version: int, context_tokens: int) -> bool:

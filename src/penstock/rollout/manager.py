@@ -12,7 +12,9 @@ goes back; `wall_offset_s` turns it into seconds since 1970 for events.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.errors import WireError
 from penstock.observe.events import ConnectionRefused, Event, FrameRefused, RowsRefused, SamplesMoved
@@ -24,6 +26,8 @@ from penstock.rollout.journal import placed_records, struck_records, tokens_reco
 from penstock.rollout.journal_replay import Recovered
 from penstock.rollout.journal_snapshot import Snapshot
 from penstock.rollout.outbox import TRAINER, Decisions, Outbox
+from penstock.rollout.provision_types import Add, Call, InstanceView, ProvisionConfig, Release
+from penstock.rollout.provisioning import Provisioning
 from penstock.rollout.stalls import Stalls
 from penstock.rollout.starts import start_frames
 from penstock.rollout.tracker import Tracker
@@ -128,8 +132,8 @@ class Manager:
         )
         self.accepted: Counter[str] = Counter()
         """Output tokens taken by this manager and those before it, by the name of the instance that drew them."""
-        self.last_step: StepReport | None = None
-        """As the trainer reported it."""
+        self.provisioning: Provisioning | None = None
+        """None: nobody adds machines for this manager."""
         self._rows_refused: Counter[tuple[str, str]] = Counter()
         self._status_at = float("-inf")
 
@@ -234,7 +238,8 @@ class Manager:
         elif isinstance(frame, TrainerTurn):
             self._turn(frame)
         elif isinstance(frame, StepReport):
-            self.last_step = frame
+            if self.provisioning is not None:
+                self.provisioning.step(frame, now)
         else:
             trainer.refuse(f"a {type(frame).__name__} is an agent's frame, and came from the trainer")
         return self._decided()
@@ -249,6 +254,49 @@ class Manager:
         """Its batches are kept for `trainer_grace_s`, and instances keep what they have loaded."""
         self._now = now
         self.trainer.lost(cause)
+        return self._decided()
+
+    # ---- machines
+
+    def provide(
+        self, config: ProvisionConfig, reserved_engines: int, saved: Mapping[str, Any] | None, now: float
+    ) -> Decisions:
+        """From now on machines are asked for and released. `saved`: the account of an earlier manager of the run."""
+        self._now = now
+        self.provisioning = Provisioning(config, self._emit, self.wall_offset_s, reserved_engines)
+        if saved is not None:
+            try:
+                self.provisioning.restore(saved, now)
+            except (KeyError, TypeError, ValueError) as error:
+                self._warn(f"what an earlier manager spent on machines is not known: {error!r}", "provisioner")
+        return self._decided()
+
+    def on_provisioner(self, call: Call, result: Sequence[Any] | None, cause: str, now: float) -> Decisions:
+        """A call was answered, or failed for this cause."""
+        self._now = now
+        if self.provisioning is not None:
+            machines = self.provisioning.machines
+            if cause:
+                machines.failed(call.call, cause, now)
+            elif isinstance(call, Add):
+                machines.added(call.call, result or (), now)
+            elif isinstance(call, Release):
+                machines.released(call.call, now)
+            else:
+                machines.listed(call.call, result or (), now)
+        return self._decided()
+
+    def end_provision(self, cause: str, now: float) -> Decisions:
+        """Every machine is released, and none is asked for any more."""
+        self._now = now
+        if self.provisioning is not None:
+            self.provisioning.machines.end(cause, now)
+            self._provision()
+        return self._decided()
+
+    def warn(self, where: str, message: str, now: float) -> Decisions:
+        self._now = now
+        self._warn(message, where)
         return self._decided()
 
     # ---- time
@@ -274,6 +322,7 @@ class Manager:
         self._rearrange()
         self._move()
         self._report_refused_rows()
+        self._provision()
         if now - self._status_at >= self.config.status_s:
             self._status_at = now
             for instance in self.fleet:
@@ -339,6 +388,8 @@ class Manager:
         elif isinstance(frame, LoadFailed):
             self.fleet.load_failed(instance, frame, self._now)
         elif isinstance(frame, Goodbye):
+            if self.provisioning is not None:
+                self.provisioning.machines.left(instance.peer, frame.cause[:500] or "said goodbye", self._now)
             self._out.close(instance.peer, "said goodbye")
             self._lose(instance, frame.cause[:500] or "said goodbye", orderly=not frame.engine_failed)
         elif isinstance(frame, HandedOver):
@@ -438,6 +489,33 @@ class Manager:
                 self.windows.batch_ended(batch)
             self.windows.look()
             self._steer()
+
+    def _provision(self) -> None:
+        if self.provisioning is None:
+            return
+        views = [
+            InstanceView(
+                peer=instance.peer,
+                name=instance.name,
+                host=instance.host,
+                loading=instance.state is State.LOADING,
+                ready=instance.state is State.READY,
+                reserved=instance.reserved,
+                samples=self.tracker.leases_of(instance.id),
+            )
+            for instance in self.fleet
+            if instance.name
+        ]
+        orders = self.provisioning.tick(views, self._now, self.trainer_connected)
+        cordoned = self.provisioning.machines.cordoned
+        for instance in self.fleet:
+            instance.cordoned = instance.peer in cordoned
+        for peer, cause in orders.leave:
+            leaving = self.fleet.get(peer)
+            if leaving is not None:
+                self.fleet.drain(leaving, cause, self._now)
+                self._send(peer, Drain(cause=cause))
+        self._out.ask(orders.calls)
 
     # ---- work out
 

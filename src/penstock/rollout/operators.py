@@ -11,7 +11,7 @@ from penstock.errors import WireError
 from penstock.rollout.fleet import State
 from penstock.rollout.manager import Manager
 
-__all__ = ["Adoption", "health", "instances", "metrics", "read_adoption", "samples", "status"]
+__all__ = ["Adoption", "fleet", "health", "instances", "metrics", "read_adoption", "samples", "status"]
 
 ADOPTION_BYTES = 4096
 
@@ -85,6 +85,11 @@ def status(manager: Manager, now: float) -> dict[str, Any]:
         "weight_version": manager.versions.latest,
         "window": manager.windows.state(now),
     }
+
+
+def fleet(manager: Manager, now: float) -> dict[str, Any] | None:
+    """Machines that were asked for, what they cost, and how many are wanted; None where nobody adds any."""
+    return manager.provisioning.report(now) if manager.provisioning is not None else None
 
 
 def samples(manager: Manager, now: float) -> dict[str, Any]:
@@ -175,6 +180,19 @@ def metrics(manager: Manager, now: float) -> str:
     single("weight_version", "gauge", "Weight version published last; -1 before the first.", manager.versions.latest)
     single("trainer_connected", "gauge", "1 while a trainer is connected.", float(manager.trainer_connected))
     single("events_dropped_total", "counter", "Events dropped while no trainer was there.", counts.events_dropped)
+    if manager.provisioning is not None:
+        provisioning = manager.provisioning
+        machines = provisioning.machines
+        single("machines_wanted", "gauge", "Machines that are worth having.", machines.wanted)
+        rows = [({"state": state}, float(count)) for state, count in provisioning.by_state().items()]
+        family("machines", "gauge", "Machines that were asked for and may cost something, by state.", rows)
+        outcomes = ("released", "failed", "lost", "never_joined")
+        rows = [({"outcome": outcome}, float(machines.counts[outcome])) for outcome in outcomes]
+        family("machines_ended_total", "counter", "Machines that ended; some are both lost and failed.", rows)
+        rows = [({"call": call}, float(machines.counts[f"{call}_failed"])) for call in ("add", "release", "list")]
+        family("provisioner_failures_total", "counter", "Calls of the provisioner that failed.", rows)
+        single("machines_spent_dollars_total", "counter", "Spent on machines in this run.", machines.purse.spent)
+        single("machine_start_seconds", "gauge", "From asking for a machine to its readiness.", machines.start_s)
     return "\n".join(lines) + "\n"
 
 

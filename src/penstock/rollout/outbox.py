@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from penstock.observe.events import Event, Warned, encode_event
 from penstock.rollout.journal import Record
+from penstock.rollout.provision_types import Call
 from penstock.wire import EventFrame, FrameFromManager, StopFrame, column_bytes
 
 __all__ = ["TRAINER", "Counts", "Decisions", "Outbox"]
@@ -34,6 +35,8 @@ class Decisions:
     """(peer, cause): connections to end, after their frames are sent."""
     records: list[Record] = field(default_factory=list)
     """For the journal; none where the manager keeps none."""
+    calls: list[Call] = field(default_factory=list)
+    """For the provisioner; none where there is none."""
 
     @property
     def heard(self) -> bool:
@@ -108,6 +111,10 @@ class Outbox:
         if self._events_kept:
             self.send(TRAINER, _event_frame(self._events_kept))
             self._events_kept.clear()
+
+    def ask(self, calls: Iterable[Call]) -> None:
+        """Has the provisioner asked."""
+        self._out.calls.extend(calls)
 
     def take(self) -> Decisions:
         out, self._out = self._out, Decisions()

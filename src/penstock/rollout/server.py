@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import msgspec
 from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
@@ -27,6 +28,8 @@ from penstock.rollout.listen import IDLE_S, DoorSite, certificate_shown, handsha
 from penstock.rollout.logbook import Logbook
 from penstock.rollout.manager import TRAINER, Decisions, Manager, ManagerConfig
 from penstock.rollout.pace import Pace, PaceConfig
+from penstock.rollout.provision_desk import FleetDesk
+from penstock.rollout.provision_types import ProvisionConfig, Provisioner
 from penstock.rollout.turns import Turns
 from penstock.tls import server_context
 from penstock.wire import MAX_FRAME_BYTES, PROTOCOL, FrameToManager, decode_to_manager, encode
@@ -173,6 +176,7 @@ class ManagerServer:
         self._runner: web.AppRunner | None = None
         self._site: DoorSite | None = None
         self._ticker: asyncio.Task[None] | None = None
+        self._desk: FleetDesk | None = None
 
     async def start(self) -> str:
         """Takes up what the journal has and listens; returns the URL.
@@ -190,6 +194,8 @@ class ManagerServer:
                 web.get("/instances", self._instances),
                 web.post("/instances", self._adopt),
                 web.get("/samples", self._samples),
+                web.get("/fleet", self._fleet),
+                web.post("/fleet/release", self._release_fleet),
                 web.get("/status", self._status),
                 web.get("/metrics", self._metrics),
                 web.get("/healthz", self._health),
@@ -223,6 +229,26 @@ class ManagerServer:
         self._ticker = asyncio.create_task(self._tick(), name="manager's tick")
         return self.url
 
+    def provide(
+        self,
+        config: ProvisionConfig,
+        provisioner: Provisioner,
+        *,
+        reserved_engines: int = 0,
+        account: Path | None = None,
+        release_s: float = 60.0,
+    ) -> None:
+        """Has machines asked for and released from now on. `account`: file that keeps what they cost."""
+        self._desk = FleetDesk(
+            self.manager,
+            config,
+            provisioner,
+            self._carry_out,
+            reserved_engines=reserved_engines,
+            account=account,
+            release_s=release_s,
+        )
+
     async def failed(self) -> None:
         """Returns never while all is well; raises what broke the server's own work."""
         if self._ticker is None:
@@ -233,12 +259,18 @@ class ManagerServer:
         """Ends all connections and stops listening.
 
         Agents are asked to leave and batches fail, unless the manager `comes_back`: then the journal has every sample,
-        and peers only see their connection end, with the cause. They dial again by themselves.
+        and peers only see their connection end, with the cause. They dial again by themselves. Machines that were asked
+        for are released first, unless it comes back and finds them again.
         """
+        if self._desk is not None and not comes_back:
+            await self._desk.release_all(cause)
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.wait([self._ticker], timeout=self.config.close_s)
             self._ticker = None
+        if self._desk is not None:
+            await self._desk.close()
+            self._desk = None
         if self._journal is not None:
             self._journal.close()
             self._journal = None
@@ -451,6 +483,17 @@ class ManagerServer:
     async def _samples(self, request: web.Request) -> web.Response:
         return _json(operators.samples(self.manager, time.monotonic()))
 
+    async def _fleet(self, request: web.Request) -> web.Response:
+        found = operators.fleet(self.manager, time.monotonic())
+        return _json(found) if found is not None else web.Response(status=404, text="Nobody adds machines here.\n")
+
+    async def _release_fleet(self, request: web.Request) -> web.Response:
+        """Releases every machine for good; GET /fleet says when that is done."""
+        if self._desk is None:
+            return web.Response(status=404, text="Nobody adds machines here.\n")
+        self._desk.release("an operator asked for it")
+        return await self._fleet(request)
+
     async def _metrics(self, request: web.Request) -> web.Response:
         body = operators.metrics(self.manager, time.monotonic()).encode()
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
@@ -472,6 +515,8 @@ class ManagerServer:
             self._carry_out(self.manager.tick(now))
             if self._journal is not None:
                 self._journal.tick(time.monotonic())
+            if self._desk is not None:
+                self._desk.tick(now)
             await asyncio.sleep(self.config.tick_s)
 
     def _open_journal(self, config: JournalConfig) -> None:
@@ -496,6 +541,8 @@ class ManagerServer:
                 peer.close(cause)
         for event in decisions.events:
             self._logbook.take(event)
+        if decisions.calls and self._desk is not None:
+            self._desk.make(decisions.calls)
 
     def _record(self, decisions: Decisions) -> None:
         """Records that nobody hears of share a write with those of the other frames that have already come in."""

@@ -32,6 +32,8 @@ MANAGER_START_S = 30.0
 TERMINATE_S = 3.0
 KILL_S = 1.0
 SETTLE_S = 0.5
+FLEET_FILE = "fleet.json"
+"""What the manager is told of the machines that it may ask for, where the run has any."""
 
 
 @dataclass(slots=True)
@@ -109,6 +111,7 @@ class LocalProcesses:
             + ["--balance", rollout.balance]
             + ["--trainer-grace-s", str(manager.trainer_grace_s)]
             + self._journal_options()
+            + self._fleet_options()
             + self._tls_options(),
         )
         if self._manager is not None:
@@ -124,6 +127,10 @@ class LocalProcesses:
             "--journal-max-mib",
             str(manager.journal_max_mib),
         ]
+
+    def _fleet_options(self) -> list[str]:
+        path = self._folder / FLEET_FILE
+        return ["--fleet", str(path)] if self._config.fleet.wanted and path.exists() else []
 
     def _tls_options(self) -> list[str]:
         tls = self._config.tls

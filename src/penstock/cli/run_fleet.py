@@ -1,0 +1,113 @@
+"""The end of a run's machines: whatever ends the run, everything that was asked for is released first.
+
+The manager does it, since it knows them. Where it can't be reached any more, the trainer's own process lists the run's
+machines and releases them itself; what may still run after that is told by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from penstock.config.fleet import FleetFile
+from penstock.config.run import RunConfig
+from penstock.errors import PenstockError
+from penstock.observe import events
+from penstock.train.edge import EdgeLoop
+
+__all__ = ["RunFleet", "fleet_file"]
+
+POLL_S = 0.1
+CALL_S = 5.0
+
+
+def fleet_file(config: RunConfig, folder: Path) -> FleetFile:
+    """What the run's manager is told."""
+    fleet = config.fleet
+    if not fleet.advertise and config.weights.advertise:
+        fleet = fleet.model_copy(update={"advertise": config.weights.advertise.partition(":")[0]})
+    return FleetFile(
+        run=folder.name, reserved_engines=config.rollout.engines.count, folder=str(folder.resolve()), fleet=fleet
+    )
+
+
+class RunFleet:
+    """`token`: an operator's; `agent_token`: for a provisioner that has to be made here."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        manager_url: str,
+        token: str,
+        agent_token: str,
+        edge: EdgeLoop,
+        emit: Callable[[events.Event], None],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._config = config.fleet
+        self._file = fleet_file(config, folder)
+        self._url = manager_url
+        self._token = token
+        self._agent_token = agent_token
+        self._edge = edge
+        self._emit = emit
+        self._tls = tls
+        self._released = not config.fleet.wanted
+
+    def release(self) -> None:
+        """Returns once everything is released, or `fleet.release_s` and a while have passed; never raises."""
+        if self._released:
+            return
+        self._released = True
+        limit_s = self._config.release_s
+        try:
+            self._edge.run(self._by_manager(limit_s), "releasing the run's machines", limit_s + 2 * CALL_S)
+            return
+        except (PenstockError, aiohttp.ClientError, OSError, ValueError) as error:
+            self._warn(f"the manager did not release the run's machines: {error or type(error).__name__}")
+        try:
+            self._edge.run(self._by_ourselves(limit_s), "releasing the run's machines", limit_s + 2 * CALL_S)
+        except Exception as error:  # noqa: BLE001 - a user's provisioner may raise anything, and the run ends anyway
+            words = f"{type(error).__name__}: {error}"
+            self._warn(f"machines of the run {self._file.run} may still run and cost money: {words}")
+
+    async def _by_manager(self, limit_s: float) -> None:
+        headers = {"Authorization": f"Bearer {self._token}"}
+        timeout = aiohttp.ClientTimeout(total=CALL_S)
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+            async with session.post(f"{self._url}/fleet/release", ssl=self._tls or True) as response:
+                response.raise_for_status()
+                state: dict[str, Any] = await response.json()
+            deadline = time.monotonic() + limit_s
+            while not state["done"]:
+                if time.monotonic() > deadline:
+                    left = ", ".join(row["machine"] for row in state["machines"]) or "not known"
+                    raise PenstockError(f"not everything was released within {limit_s:g} s; left: {left}")
+                await asyncio.sleep(POLL_S)
+                async with session.get(f"{self._url}/fleet", ssl=self._tls or True) as response:
+                    response.raise_for_status()
+                    state = await response.json()
+
+    async def _by_ourselves(self, limit_s: float) -> None:
+        from penstock.cli.provision.wiring import provisioner_of
+
+        provisioner = provisioner_of(self._file, self._url, self._agent_token, ())
+        try:
+            async with asyncio.timeout(limit_s):
+                found = [seen.id for seen in await provisioner.list()]
+                for name in found:
+                    await provisioner.release(name)
+        finally:
+            await provisioner.close()
+        if found:
+            self._warn(f"released without the manager: {', '.join(found)}")
+
+    def _warn(self, message: str) -> None:
+        self._emit(events.Warned(ts=time.time(), where="provisioner", message=message))

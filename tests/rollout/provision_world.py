@@ -1,0 +1,162 @@
+"""A provider of machines on a virtual clock, with a mind of its own, and the provisioning that asks it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.observe.events import Event, MachineChanged, ProvisionerFailed
+from penstock.rollout.provision import Provision
+from penstock.rollout.provision_types import (
+    Add,
+    Call,
+    InstanceView,
+    Machine,
+    MachineState,
+    ProvisionConfig,
+    Release,
+    Seen,
+)
+
+TICK_S = 1.0
+CONFIG = ProvisionConfig(
+    ceiling=4,
+    price_per_h=36.0,
+    start_s=20.0,
+    cool_down_s=30.0,
+    join_deadline_s=60.0,
+    drain_s=10.0,
+    leave_s=5.0,
+    rejoin_s=15.0,
+    call_s=10.0,
+    list_s=10.0,
+    retry_most_s=40.0,
+)
+"""A machine costs a cent a second."""
+
+
+@dataclass
+class Box:
+    """A machine as its provider has it."""
+
+    id: str
+    born_at: float
+    boots_s: float
+    alive: bool = True
+    connected: bool = False
+    samples: int = 0
+    told: bool = False
+
+
+@dataclass
+class World:
+    """Answers calls after `answer_s`. What fails, and what machines do, is up to the test."""
+
+    config: ProvisionConfig = CONFIG
+    boots_s: float = 20.0
+    answer_s: float = 1.0
+    works: bool = True
+    """Instances have samples."""
+    failing: set[str] = field(default_factory=set)
+    """Kinds of calls that fail: add, release, list; `lost_add` starts machines and says nothing of them."""
+    given: int = 99
+    """Most machines that it gives at once."""
+    never_join: bool = False
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.events: list[Event] = []
+        self.boxes: dict[str, Box] = {}
+        self.asked_in_all = 0
+        self.killed_at_work = 0
+        self._pending: list[tuple[float, Call]] = []
+        self.machines = Provision(self.config, self.events.append, 1000.0)
+
+    # ---- what tests do
+
+    def pass_time(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until - 1e-9:
+            self.now += TICK_S
+            self.step()
+
+    def step(self) -> None:
+        for at, call in [entry for entry in self._pending if entry[0] <= self.now]:
+            self._pending.remove((at, call))
+            self._answer(call)
+        for box in self.boxes.values():
+            if box.alive and not self.never_join and not box.told and self.now >= box.born_at + box.boots_s:
+                box.connected = True
+        orders = self.machines.tick(self.views(), self.now)
+        for peer, _ in orders.leave:
+            box = self.boxes[peer]
+            box.told, box.connected, box.samples = True, False, 0
+        cordoned = self.machines.cordoned
+        for box in self.boxes.values():
+            if box.connected and self.works and box.id not in cordoned:
+                box.samples = 5
+            elif not self.works:
+                box.samples = 0
+        self._pending += [(self.now + self.answer_s, call) for call in orders.calls]
+
+    def views(self) -> list[InstanceView]:
+        return [
+            InstanceView(box.id, box.id, "somewhere", False, True, False, box.samples)
+            for box in self.boxes.values()
+            if box.connected
+        ]
+
+    def preempt(self, name: str) -> None:
+        self.boxes.pop(name)
+
+    def another_manager(self, keep_account: bool = True) -> None:
+        """The manager dies and another comes, with or without its account."""
+        spent, known = self.machines.purse.spent, [m.id for m in self.machines.machines if m.id]
+        self._pending.clear()
+        wanted = self.machines.wanted
+        self.machines = Provision(self.config, self.events.append, 1000.0)
+        if keep_account:
+            self.machines.restore(spent, dict.fromkeys(known, self.now), self.now)
+        self.machines.want(wanted, self.now)
+
+    # ---- what is looked at
+
+    def alive(self) -> list[str]:
+        return [box.id for box in self.boxes.values() if box.alive]
+
+    def states(self) -> list[MachineState]:
+        return [machine.state for machine in self.machines.machines]
+
+    def machine(self, name: str) -> Machine:
+        return next(machine for machine in self.machines.machines if machine.id == name)
+
+    def changes(self, after: str) -> list[MachineChanged]:
+        return [event for event in self.events if isinstance(event, MachineChanged) and event.after == after]
+
+    def failures(self) -> list[ProvisionerFailed]:
+        return [event for event in self.events if isinstance(event, ProvisionerFailed)]
+
+    # ---- the provider
+
+    def _answer(self, call: Call) -> None:
+        kind = {"Add": "add", "Release": "release", "ListAll": "list"}[type(call).__name__]
+        if kind in self.failing:
+            self.machines.failed(call.call, f"{kind} is broken", self.now)
+        elif isinstance(call, Add):
+            ids = [self._make() for _ in range(min(call.count, self.given))]
+            if "lost_add" in self.failing:
+                self.machines.failed(call.call, "the connection was cut", self.now)
+            else:
+                self.machines.added(call.call, ids, self.now)
+        elif isinstance(call, Release):
+            box = self.boxes.pop(call.machine, None)
+            self.killed_at_work += bool(box and box.connected and box.samples)
+            self.machines.released(call.call, self.now)
+        else:
+            rows = [Seen(box.id, box.alive, "" if box.alive else "exit code 1") for box in self.boxes.values()]
+            self.machines.listed(call.call, rows, self.now)
+
+    def _make(self) -> str:
+        self.asked_in_all += 1
+        name = f"m-{self.asked_in_all}"
+        self.boxes[name] = Box(name, self.now, self.boots_s)
+        return name
