@@ -58,6 +58,29 @@ async def test_streams_are_handed_on_as_they_come() -> None:
 
 
 @pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("POST", "/v1/nowhere", 404, "not_found"),
+        ("GET", "/", 404, "not_found"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("DELETE", "/pool", 405, "method_not_allowed"),
+    ],
+)
+async def test_a_wrong_path_or_method_is_said_as_the_api_says_errors(
+    method: str, path: str, status: int, kind: str
+) -> None:
+    async with ComputePool([Endpoint("http://127.0.0.1:9/v1")]) as pool, Gateway(pool) as gateway:
+        async with aiohttp.ClientSession() as session:
+            async with session.request(method, gateway.url.removesuffix("/v1") + path) as response:
+                said = await response.json()
+                assert (response.status, said["error"]["type"]) == (status, kind)
+                assert said["error"]["message"]
+                assert response.headers.get("Allow") == {"not_found": None}.get(
+                    kind, "POST" if path.startswith("/v1") else "GET"
+                )
+
+
+@pytest.mark.parametrize(
     ("model", "headers", "status", "kind"),
     [
         ("nobody", {}, 404, "NoEndpoint"),

@@ -7,9 +7,11 @@ caller that hangs up cancels its job. Refuses to know endpoints and limits (`poo
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import math
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -43,6 +45,9 @@ API_PATHS = (
 LARGEST_BODY = 64 * 2**20
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
+_Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
 _STATUS: tuple[tuple[type[PoolError], int], ...] = (
     (NoEndpoint, 404),
     (JobTooLarge, 413),
@@ -64,7 +69,15 @@ class Gateway:
         self.port = port
         self.requests = 0
         self._token = token
-        self._runner: web.AppRunner | None = None
+        self._runner: web.ServerRunner | None = None
+        self._ways: dict[str, tuple[str, _Handler]] = {
+            "/v1/models": ("GET", self._models),
+            "/healthz": ("GET", self._health),
+            "/metrics": ("GET", self._metrics),
+            "/pool": ("GET", self._rows),
+        }
+        for path in API_PATHS:
+            self._ways[path] = self._ways["/v1" + path] = ("POST", self._serve)
 
     @property
     def url(self) -> str:
@@ -76,17 +89,16 @@ class Gateway:
         Raises:
             PortInUse: something else listens there.
         """
-        app = web.Application(client_max_size=LARGEST_BODY)
-        for path in API_PATHS:
-            app.router.add_post("/v1" + path, self._serve)
-            app.router.add_post(path, self._serve)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/healthz", self._health)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/pool", self._rows)
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, keepalive_timeout=300, shutdown_timeout=1.0
+        loop = asyncio.get_running_loop()
+
+        def request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+            return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=LARGEST_BODY)
+
+        # The paths are few and fixed: aiohttp's server without its application and router answers sooner.
+        server = web.Server(
+            self._answer, request_factory=request, handler_cancellation=True, access_log=None, keepalive_timeout=300
         )
+        self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.host, self.port, backlog=2048)
         try:
@@ -109,14 +121,25 @@ class Gateway:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    def _refused(self, request: web.Request) -> web.Response | None:
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        way = self._ways.get(request.path)
+        if way is None:
+            return _error(404, f"nothing is served at {request.path}; the API is at /v1", "not_found")
+        method, handler = way
+        if request.method != method and (method, request.method) != ("GET", "HEAD"):
+            refused = _error(405, f"{request.path} takes {method}, not {request.method}", "method_not_allowed")
+            refused.headers["Allow"] = method
+            return refused
+        return await handler(request)
+
+    def _refused(self, request: web.BaseRequest) -> web.Response | None:
         if self._token:
             given = request.headers.get("Authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), self._token.encode()):
                 return _error(401, "the gateway's token is missing or wrong: send it as the API key", "wrong_token")
         return None
 
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         self.requests += 1
         if (refused := self._refused(request)) is not None:
             return refused
@@ -125,7 +148,7 @@ class Gateway:
         except web.HTTPRequestEntityTooLarge:
             return _error(413, f"the request is larger than {LARGEST_BODY} bytes", "too_large")
         try:
-            body = msgspec.json.decode(raw, type=dict[str, Any])
+            body = _OBJECT.decode(raw)
             priority = float(request.headers.get("x-penstock-priority", "0"))
             deadline = request.headers.get("x-penstock-deadline-s")
             deadline_s = float(deadline) if deadline is not None else None
@@ -146,7 +169,7 @@ class Gateway:
         )
 
     async def _stream(
-        self, request: web.Request, path: str, body: dict[str, Any], priority: float, deadline_s: float | None
+        self, request: web.BaseRequest, path: str, body: dict[str, Any], priority: float, deadline_s: float | None
     ) -> web.StreamResponse:
         """Hands a streamed answer on as it comes. An error before the first piece has a status; a later one is data."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -166,21 +189,21 @@ class Gateway:
         await response.write_eof()
         return response
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _models(self, request: web.BaseRequest) -> web.Response:
         names = sorted({pattern for endpoint in self.pool.endpoints for pattern in endpoint.models})
         data = [{"id": name, "object": "model", "owned_by": "penstock"} for name in names]
         return _json({"object": "list", "data": data})
 
-    async def _health(self, request: web.Request) -> web.Response:
+    async def _health(self, request: web.BaseRequest) -> web.Response:
         rows = self.pool.snapshot()
         well = any(row.health == "closed" for row in rows)
         return _json({"ok": well, "waiting": self.pool.waiting, "running": self.pool.running}, 200 if well else 503)
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _metrics(self, request: web.BaseRequest) -> web.Response:
         refused = self._refused(request)
         return refused or web.Response(text=prometheus_text(self.pool.snapshot(), self.pool.waiting))
 
-    async def _rows(self, request: web.Request) -> web.Response:
+    async def _rows(self, request: web.BaseRequest) -> web.Response:
         return self._refused(request) or _json(self.pool.snapshot())
 
 
