@@ -76,7 +76,6 @@ class Trainer:
         self._publishing = Publishing(ports, config.manager.reconnect_s)
         self._batches = Batches(config, ports, clock)
         self._turns = Turns(config, ports, clock)
-        self._turns = Turns(config, ports, clock)
 
     # ---- the run
 
@@ -119,7 +118,6 @@ class Trainer:
         prompts = ports.prompts.for_step(step)
         tally = Tally(self.version)
         self._publishing.settle(ports.watch)
-        self._turns.begin(f"train-{step}", self.version, prompts)
         self._turns.begin(f"train-{step}", self.version, prompts)
         estimator = self._appraiser.estimator
         # Ahead of the samples, which can't be learned from without it.
@@ -289,7 +287,6 @@ class Trainer:
             "trainer_wait_s": waited_s,
             "step_s": step_s,
             "publish_stall_s": self._publishing.stall_s,
-            **self._turns.metrics(),
             **self._turns.metrics(),
             "optimizer_steps_skipped_total": float(self.actor.steps_skipped),
         }
