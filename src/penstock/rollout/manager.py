@@ -17,19 +17,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import WireError
-from penstock.observe.events import ConnectionRefused, Event, FrameRefused, RowsRefused, SamplesMoved
-from penstock.rollout.balance import BalancePolicy, InstanceLoad, load_policy
+from penstock.observe.events import ConnectionRefused, Event, FrameRefused, RowsRefused
+from penstock.rollout.balance import BalancePolicy, load_policy
 from penstock.rollout.balancing import Balancing
 from penstock.rollout.batch import Batch, TrackedSample
+from penstock.rollout.dispatching import Dispatching
 from penstock.rollout.fleet import Fleet, FleetConfig, Instance, State
-from penstock.rollout.journal import placed_records, struck_records, tokens_record
+from penstock.rollout.journal import struck_records, tokens_record
 from penstock.rollout.journal_replay import Recovered
 from penstock.rollout.journal_snapshot import Snapshot
 from penstock.rollout.outbox import TRAINER, Decisions, Outbox
 from penstock.rollout.provision_types import Add, Call, InstanceView, ProvisionConfig, Release
 from penstock.rollout.provisioning import Provisioning
 from penstock.rollout.stalls import Stalls
-from penstock.rollout.starts import start_frames
 from penstock.rollout.tracker import Tracker
 from penstock.rollout.trainer_side import TrainerSide
 from penstock.rollout.versions import Versions
@@ -129,6 +129,10 @@ class Manager:
         )
         self.windows = Windows(
             self.tracker, self.fleet, self.policy, self._out, self.balancing.load, self._give_back, self._rearrange
+        )
+        self.dispatching = Dispatching(
+            *(self.tracker, self.fleet, self.balancing, self.windows, self._out),
+            most_pending=config.max_pending_per_instance,
         )
         self.accepted: Counter[str] = Counter()
         """Output tokens taken by this manager and those before it, by the name of the instance that drew them."""
@@ -320,7 +324,7 @@ class Manager:
         self.windows.look()
         self._fail_overdue()
         self._rearrange()
-        self._move()
+        self.dispatching.move(self._now)
         self._report_refused_rows()
         self._provision()
         if now - self._status_at >= self.config.status_s:
@@ -416,7 +420,9 @@ class Manager:
         if applied.stop:
             self._stop(instance.peer, applied.stop, "; ".join(applied.refused))
         if applied.moved:
-            self._note_moved(instance, applied.moved, applied.moved_tokens, "taken back from the instance")
+            self.dispatching.note_moved(
+                instance.id, applied.moved, applied.moved_tokens, "taken back from the instance"
+            )
         if applied.finished:
             self._deliver(applied.finished)
         if applied.distrusted:
@@ -424,7 +430,7 @@ class Manager:
             causes = "; ".join(list(applied.refused)[:CAUSES_OF_DISTRUST])
             self._refuse_agent(instance, f"its engine's rows make no sense: {causes}", suspects=False)
         elif applied.finished or applied.moved or self.tracker.trial_ended(instance.id):
-            self._dispatch()
+            self.dispatching.give()
             if not self.tracker.leases_of(instance.id):
                 # Idle now: the next weight version may be waiting for that.
                 self._steer()
@@ -459,7 +465,7 @@ class Manager:
         self.balancing.gone(instance.id)
         self.windows.gone(instance)
         if evicted.moved:
-            self._note_moved(instance, evicted.moved, evicted.tokens_kept, cause)
+            self.dispatching.note_moved(instance.id, evicted.moved, evicted.tokens_kept, cause)
         self._deliver(evicted.finished)
         self._rearrange()
 
@@ -467,7 +473,7 @@ class Manager:
         """Its samples go on elsewhere from their last token; it stays."""
         evicted = self.tracker.evict(instance.id, cause)
         if evicted.moved:
-            self._note_moved(instance, evicted.moved, evicted.tokens_kept, cause)
+            self.dispatching.note_moved(instance.id, evicted.moved, evicted.tokens_kept, cause)
         self._deliver(evicted.finished)
         self._rearrange()
 
@@ -476,11 +482,6 @@ class Manager:
             self.windows.take(frame)
         except WireError as error:
             self.trainer.refuse(str(error))
-
-    def _note_moved(self, instance: Instance, samples: int, tokens: int, cause: str) -> None:
-        self.counts.samples_moved += samples
-        self.counts.tokens_moved += tokens
-        self._emit(SamplesMoved(ts=self._ts, instance=instance.id, samples=samples, tokens_kept=tokens, cause=cause))
 
     def _deliver(self, samples: list[TrackedSample]) -> None:
         self.balancing.finished(samples)
@@ -519,80 +520,6 @@ class Manager:
 
     # ---- work out
 
-    def _dispatch(self) -> None:
-        """Gives waiting samples to instances, oldest batch first."""
-        rows: dict[str, list[TrackedSample]] = {}
-        for batch in self.tracker.batches():
-            if not batch.waiting:
-                continue
-            self._try_suspects(batch, rows)
-            loads = self._loads(batch)
-            for pick in self.balancing.assign(batch, loads, self._coming(batch)):
-                instance = loads[pick].instance
-                sample = self.tracker.place(batch, instance)
-                if sample is not None:
-                    rows.setdefault(instance, []).append(sample)
-        self._start(rows)
-
-    def _try_suspects(self, batch: Batch, rows: dict[str, list[TrackedSample]]) -> None:
-        """Gives each instance one of the samples that may have killed another, where its trial begins soonest."""
-        if not batch.suspects:
-            return
-        most = self.config.max_pending_per_instance
-        for load in sorted(self._loads(batch), key=lambda load: load.samples - load.max_running):
-            if load.samples < load.max_running + most and self.tracker.may_try(load.instance) and batch.suspects:
-                sample = self.tracker.place(batch, load.instance)
-                if sample is not None:
-                    rows.setdefault(load.instance, []).append(sample)
-
-    def _start(self, rows: dict[str, list[TrackedSample]]) -> None:
-        for instance, samples in rows.items():
-            peer = self.fleet.peer_of(instance)
-            holder = self.fleet.get(peer)
-            if self._out.journaling:
-                self._out.records(placed_records(samples, holder.name if holder is not None else ""))
-            for frame in start_frames(samples, self._agent_frame_bytes // 2):
-                self._send(peer, frame)
-
-    def _move(self) -> None:
-        """Takes samples from where they are and gives them to instances where they end sooner, if the policy says so.
-
-        The oldest batch alone: it is what the trainer waits for.
-        """
-        batch = next(self.tracker.batches(), None)
-        if batch is None:
-            return
-        given: dict[str, list[TrackedSample]] = {}
-        taken: dict[str, list[TrackedSample]] = {}
-        for move in self.balancing.moves(batch, self._loads(batch), self._now):
-            sample = self.tracker.hand_on(move.source, move.lease, move.target)
-            if sample is not None:
-                self.balancing.moved(sample)
-                self._stop(self.fleet.peer_of(move.source), [move.lease], "given to another instance")
-                taken.setdefault(move.source, []).append(sample)
-                given.setdefault(move.target, []).append(sample)
-        for source, samples in taken.items():
-            instance = self.fleet.get(self.fleet.peer_of(source))
-            if instance is not None:
-                tokens = sum(sample.length for sample in samples)
-                self._note_moved(instance, len(samples), tokens, "they end sooner elsewhere")
-        self._start(given)
-
-    def _coming(self, batch: Batch) -> int:
-        """Instances that load the batch's version for the first time of trying."""
-        return sum(
-            instance.state is State.LOADING and instance.target == batch.version and not instance.load_tries
-            for instance in self.fleet
-        )
-
-    def _loads(self, batch: Batch) -> list[InstanceLoad]:
-        """Instances that hold the batch's version and have the context that any of its samples may come to need."""
-        return [
-            self.balancing.load(instance)
-            for instance in self.fleet.ready_for(batch.version, batch.context_tokens)
-            if instance.knows(batch.top_token) and self.windows.may_generate(instance)
-        ]
-
     def _steer(self) -> None:
         """Tells instances what to load."""
         for instance, order in self.versions.orders(self._now):
@@ -611,7 +538,7 @@ class Manager:
     def _rearrange(self) -> None:
         """After instances or batches have changed: what is to be loaded, who gets what, who waits."""
         self._steer()
-        self._dispatch()
+        self.dispatching.give()
         self.waiting.look(self._now)
 
     # ---- within

@@ -1,0 +1,126 @@
+"""Which waiting samples are given out now, and which go on elsewhere: between the manager, its policy and the tracker.
+
+Decides the order in which samples are offered (suspects first, one to an instance; then the oldest batch) and what
+instances may be asked at all. Where a sample goes is the balance policy's, what state it then is in the tracker's.
+Refuses to know sockets, and what makes it be asked.
+"""
+
+from __future__ import annotations
+
+from penstock.observe.events import SamplesMoved
+from penstock.rollout.balance import InstanceLoad
+from penstock.rollout.balancing import Balancing
+from penstock.rollout.batch import Batch, TrackedSample
+from penstock.rollout.fleet import Fleet, State
+from penstock.rollout.journal import placed_records
+from penstock.rollout.outbox import Outbox
+from penstock.rollout.starts import start_frames
+from penstock.rollout.tracker import Tracker
+from penstock.rollout.windows import Windows
+
+__all__ = ["Dispatching"]
+
+_Rows = dict[str, list[TrackedSample]]
+
+
+class Dispatching:
+    """`most_pending`: samples that an instance is sent beyond what it runs at once, where one is to be tried there."""
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        fleet: Fleet,
+        balancing: Balancing,
+        windows: Windows,
+        outbox: Outbox,
+        *,
+        most_pending: int,
+    ) -> None:
+        self._tracker = tracker
+        self._fleet = fleet
+        self._balancing = balancing
+        self._windows = windows
+        self._out = outbox
+        self._most_pending = most_pending
+
+    def give(self) -> None:
+        """Gives waiting samples to instances, oldest batch first."""
+        rows: _Rows = {}
+        for batch in self._tracker.batches():
+            if not batch.waiting:
+                continue
+            self._try_suspects(batch, rows)
+            loads = self._loads(batch)
+            for pick in self._balancing.assign(batch, loads, self._coming(batch)):
+                self._place(batch, loads[pick].instance, rows)
+        self._start(rows)
+
+    def move(self, now: float) -> None:
+        """Takes samples from where they are and gives them to instances where they end sooner, if the policy says so.
+
+        The oldest batch alone: it is what the trainer waits for.
+        """
+        batch = next(self._tracker.batches(), None)
+        if batch is None:
+            return
+        given: _Rows = {}
+        taken: _Rows = {}
+        for move in self._balancing.moves(batch, self._loads(batch), now):
+            sample = self._tracker.hand_on(move.source, move.lease, move.target)
+            if sample is not None:
+                self._balancing.moved(sample)
+                self._out.stop(self._fleet.peer_of(move.source), [move.lease], "given to another instance")
+                taken.setdefault(move.source, []).append(sample)
+                given.setdefault(move.target, []).append(sample)
+        for source, samples in taken.items():
+            tokens = sum(sample.length for sample in samples)
+            self.note_moved(source, len(samples), tokens, "they end sooner elsewhere")
+        self._start(given)
+
+    def note_moved(self, instance: str, samples: int, tokens: int, cause: str) -> None:
+        """Samples of an instance wait again, or are elsewhere."""
+        self._out.counts.samples_moved += samples
+        self._out.counts.tokens_moved += tokens
+        self._out.emit(
+            SamplesMoved(ts=self._out.ts, instance=instance, samples=samples, tokens_kept=tokens, cause=cause)
+        )
+
+    # ---- within
+
+    def _try_suspects(self, batch: Batch, rows: _Rows) -> None:
+        """Gives each instance one of the samples that may have killed another, where its trial begins soonest."""
+        if not batch.suspects:
+            return
+        for load in sorted(self._loads(batch), key=lambda load: load.samples - load.max_running):
+            room = load.samples < load.max_running + self._most_pending
+            if batch.suspects and room and self._tracker.may_try(load.instance):
+                self._place(batch, load.instance, rows)
+
+    def _place(self, batch: Batch, instance: str, rows: _Rows) -> None:
+        sample = self._tracker.place(batch, instance)
+        if sample is not None:
+            rows.setdefault(instance, []).append(sample)
+
+    def _start(self, rows: _Rows) -> None:
+        for instance, samples in rows.items():
+            peer = self._fleet.peer_of(instance)
+            holder = self._fleet.get(peer)
+            if self._out.journaling:
+                self._out.records(placed_records(samples, holder.name if holder is not None else ""))
+            for frame in start_frames(samples, self._out.agent_frame_bytes // 2):
+                self._out.send(peer, frame)
+
+    def _coming(self, batch: Batch) -> int:
+        """Instances that load the batch's version for the first time of trying."""
+        return sum(
+            instance.state is State.LOADING and instance.target == batch.version and not instance.load_tries
+            for instance in self._fleet
+        )
+
+    def _loads(self, batch: Batch) -> list[InstanceLoad]:
+        """Instances that hold the batch's version and have the context that any of its samples may come to need."""
+        return [
+            self._balancing.load(instance)
+            for instance in self._fleet.ready_for(batch.version, batch.context_tokens)
+            if instance.knows(batch.top_token) and self._windows.may_generate(instance)
+        ]
