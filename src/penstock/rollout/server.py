@@ -8,11 +8,9 @@ outgoing queues of a bounded length (a peer that does not read is dropped with t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import secrets
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +26,7 @@ from penstock.rollout.listen import IDLE_S, DoorSite, certificate_shown, handsha
 from penstock.rollout.logbook import Logbook
 from penstock.rollout.manager import TRAINER, Decisions, Manager, ManagerConfig
 from penstock.rollout.pace import Pace, PaceConfig
+from penstock.rollout.peers import Peer, PeerConfig
 from penstock.rollout.provision_desk import FleetDesk
 from penstock.rollout.provision_types import ProvisionConfig, Provisioner
 from penstock.rollout.turns import Turns
@@ -80,79 +79,6 @@ class ServerConfig:
     """Starts an agent for a server, given its address and kind of engine; returns the agent's name."""
 
 
-class _Peer:
-    """One WebSocket's outgoing side: a bounded queue and the task that empties it."""
-
-    def __init__(
-        self, name: str, socket: web.WebSocketResponse, transport: asyncio.Transport | None, config: ServerConfig
-    ) -> None:
-        self.name = name
-        self.closing_cause = ""
-        self._socket = socket
-        self._transport = transport
-        self._config = config
-        self._queue: deque[bytes] = deque()
-        self._queued_bytes = 0
-        self._wake = asyncio.Event()
-        self._writer = asyncio.create_task(self._write(), name=f"to {name}")
-
-    def put(self, data: bytes) -> None:
-        """Queues a frame. A peer that has fallen too far behind is dropped instead."""
-        if self.closing_cause:
-            return
-        self._queue.append(data)
-        self._queued_bytes += len(data)
-        if self._queued_bytes > self._config.max_queued_bytes:
-            self.close(f"it does not read: {self._queued_bytes} bytes were waiting for it")
-            self._abort()
-        self._wake.set()
-
-    def close(self, cause: str) -> None:
-        """Ends the connection once what is queued is sent."""
-        self.closing_cause = self.closing_cause or cause
-        self._wake.set()
-
-    async def finish(self) -> None:
-        """Waits for the writer to end; it is cut off where it does not."""
-        self.close("the connection ended")
-        _, late = await asyncio.wait([self._writer], timeout=self._config.close_s)
-        if late:
-            self._writer.cancel()
-            await asyncio.wait([self._writer], timeout=self._config.close_s)
-
-    async def _write(self) -> None:
-        try:
-            while True:
-                while self._queue:
-                    data = self._queue.popleft()
-                    self._queued_bytes -= len(data)
-                    async with asyncio.timeout(self._config.send_deadline_s):
-                        await self._socket.send_bytes(data)
-                if self.closing_cause:
-                    break
-                self._wake.clear()
-                await self._wake.wait()
-        except TimeoutError:
-            self.closing_cause = f"it did not read a frame for {self._config.send_deadline_s:g} s"
-        except ConnectionError as error:
-            self.closing_cause = self.closing_cause or f"the connection broke: {error or type(error).__name__}"
-        reason = self.closing_cause.encode()[:120].decode(errors="ignore").encode()
-        try:
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                async with asyncio.timeout(self._config.close_s):
-                    # One that was not answered yet has no socket to close.
-                    if self._socket.prepared:
-                        await self._socket.close(code=WSCloseCode.GOING_AWAY, message=reason)
-        finally:
-            self._abort()
-
-    def _abort(self) -> None:
-        """Ends the connection at once. A mere close would wait for a peer that does not read, maybe for ever."""
-        self._queue.clear()
-        if self._transport is not None:
-            self._transport.abort()
-
-
 class ManagerServer:
     """Serves one `Manager`. All methods belong to one event loop."""
 
@@ -170,7 +96,8 @@ class ManagerServer:
         self._flush_called = False
         self.url = ""
         self._logbook = Logbook()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
+        self._peer_config = PeerConfig(config.max_queued_bytes, config.send_deadline_s, config.close_s)
         self._agents_seen = 0
         self._turns = Turns()
         self._runner: web.AppRunner | None = None
@@ -207,7 +134,10 @@ class ManagerServer:
         await self._runner.setup()
         host, port, tls = self.config.host, self.config.port, self.config.tls
         try:
-            context = server_context(tls.cert, tls.key, tls.client_ca, self._handshake_failed, certificate_shown) if tls else None
+            context = None
+            if tls is not None:
+                files = (tls.cert, tls.key, tls.client_ca)
+                context = server_context(*files, self._handshake_failed, certificate_shown)
             self._site = DoorSite(self._runner, host, port, context, self.config.knock_s, self._late)
             await self._site.start()
         except ConfigError:
@@ -344,7 +274,7 @@ class ManagerServer:
         name = f"agent-{self._agents_seen}"
         manager = self.manager
         socket = await self._open(request)
-        peer = self._peers[name] = _Peer(name, socket, request.transport, self.config)
+        peer = self._peers[name] = Peer(name, socket, request.transport, self._peer_config)
         cause = "the server's handler was ended"
         try:
             self._carry_out(manager.on_agent_connected(name, time.monotonic()))
@@ -374,7 +304,7 @@ class ManagerServer:
         manager = self.manager
         socket = self._socket(heartbeat=30.0)
         # Taken before the first await, so that two trainers at once can't both find the place free.
-        peer = self._peers[TRAINER] = _Peer(TRAINER, socket, request.transport, self.config)
+        peer = self._peers[TRAINER] = Peer(TRAINER, socket, request.transport, self._peer_config)
         cause = "the server's handler was ended"
         connected = False
         try:
@@ -409,7 +339,7 @@ class ManagerServer:
 
     async def _listen(
         self,
-        peer: _Peer,
+        peer: Peer,
         socket: web.WebSocketResponse,
         take: Callable[[FrameToManager], Decisions],
         refuse: Callable[[str], Decisions],
@@ -449,7 +379,7 @@ class ManagerServer:
         code = socket.close_code
         return "the connection was cut" if code in (None, WSCloseCode.ABNORMAL_CLOSURE) else f"closed with code {code}"
 
-    def _hang_up(self, peer: _Peer, refuse: Callable[[str], Decisions], cause: str) -> str:
+    def _hang_up(self, peer: Peer, refuse: Callable[[str], Decisions], cause: str) -> str:
         self._carry_out(refuse(cause))
         peer.close(cause)
         return cause
