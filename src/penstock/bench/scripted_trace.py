@@ -6,8 +6,8 @@ passes are paced, so that a busy computer does not decide what is measured. Two 
 
 The simulator is given the same profile, the very lengths that the engines drew, and the moments of each step at which
 machines connected and were lost (of each step and not of the run, or a second's drift would put an accident into
-another step); its policies are those of the manager. Waiting is told as the trainer's: its devices idle and
-nothing to train on, windows not counted. The overheads of the real step (loading weights, handing over, publishing)
+another step); its policies are those of the manager. The trainer waits while it does not train and its devices do not
+generate; from one turn to the other counts. The overheads of the real step (loading weights, handing over, publishing)
 are measured in the run and are the simulator's too: what is compared is the waiting that the policies leave.
 """
 
@@ -36,7 +36,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded
 from penstock.instance.engine import SequenceStart
 from penstock.instance.paced import paced_tokens
-from penstock.observe.events import Event, InstanceChanged, WeightsLoaded, WindowChanged
+from penstock.observe.events import Event, InstanceChanged, SamplesMoved, WeightsLoaded, WindowChanged
 from penstock.reward.scorer import Scorer
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.client import RolloutClient
@@ -102,6 +102,24 @@ class Measured:
 
     def total(self, name: str) -> float:
         return sum(step[name] for step in self.steps)
+
+    @property
+    def rest_s(self) -> float:
+        """Of a step, mean: neither training nor window nor wait, but weights published and the next step submitted."""
+        rest = [s["step_s"] - s["train_s"] - s["trainer_wait_s"] - s["window_s"] for s in self.steps]
+        return max(0.0, sum(rest) / len(rest))
+
+    @property
+    def hand_over_s(self) -> float:
+        """From the end of a window until its samples went on elsewhere, mean."""
+        taken: list[float] = []
+        closed: WindowChanged | None = None
+        for event in self.events:
+            if isinstance(event, WindowChanged) and event.what == "closed":
+                closed = event
+            elif isinstance(event, SamplesMoved) and closed is not None and event.cause == closed.cause:
+                taken.append(event.ts - closed.ts)
+        return sum(taken) / len(taken) if taken else 0.0
 
     def of_kind(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -171,8 +189,10 @@ def run(quick: bool) -> list[Result]:
 
 def _compare(measured: Measured, simulated: Sequence[StepOutcome]) -> list[Result]:
     sim_wall_s = sum(step.times.step_s for step in simulated)
-    sim_wait_s = sum(step.times.trainer_wait_s for step in simulated)
+    sim_train_s = sum(step.times.train_s for step in simulated) + len(simulated) * measured.rest_s
     sim_window_s = sum(step.times.window_s for step in simulated)
+    # As the real trainer counts it: all but training and windows, handing over included.
+    sim_wait_s = sim_wall_s - sim_train_s - sim_window_s
     wait, sim_wait = measured.total("trainer_wait_s") / measured.wall_s, sim_wait_s / sim_wall_s
     idle = (measured.total("trainer_wait_s") + measured.total("window_s")) / measured.wall_s
     sim_idle = (sim_wait_s + sim_window_s) / sim_wall_s
@@ -399,7 +419,6 @@ def _simulate(measured: Measured) -> list[StepOutcome]:
 def _profile(measured: Measured) -> Profile:
     loads = [event.wall_s for event in measured.of_kind(WeightsLoaded)]
     load_s = sum(loads) / len(loads)
-    rest = [s["step_s"] - s["train_s"] - s["trainer_wait_s"] - s["window_s"] for s in measured.steps]
     machine = MachineProfile(
         step_base_s=1e-6,
         sequence_s=1 / TOKENS_PER_S,
@@ -420,8 +439,8 @@ def _profile(measured: Measured) -> Profile:
         spot=machine,
         training=Training(
             s_per_token=TRAIN_TOKEN_S,
-            optimizer_s=max(0.0, sum(rest) / len(rest)),
-            switch_s=load_s,
+            optimizer_s=measured.rest_s,
+            switch_s=measured.hand_over_s,
             micro_batch_samples=MICRO_BATCH_SAMPLES,
         ),
         prices=Prices(reserved=0.0, spot=0.0, on_demand=0.0),

@@ -30,7 +30,6 @@ from penstock.train.ports import TrainerPorts
 from penstock.train.publishing import Publishing
 from penstock.train.tally import Tally, value_of
 from penstock.train.turns import Turns
-from penstock.train.turns import Turns
 
 __all__ = ["Trainer", "TrainerPorts"]
 
