@@ -23,6 +23,8 @@ from penstock.instance.builtin.draw import DrawRows, draw, draw_rows
 from penstock.instance.builtin.kv_cache import CachePlan, KVCache, plan_cache
 from penstock.instance.builtin.model import Decoder, DecoderWeights, build_weights
 from penstock.instance.builtin.philox import uniforms
+from penstock.instance.builtin.rank_weights import share_of_staged
+from penstock.instance.builtin.ranks import LeadCache, LeadDecoder, Ranks
 from penstock.instance.builtin.spec import ModelSpec, parse_model_spec
 from penstock.instance.engine import SequenceStart, TokenDelta
 from penstock.sample import Finish
@@ -98,8 +100,11 @@ class _Sequence:
 class BuiltinCore:
     """The engine without its thread. Not thread-safe, except `prepare`, which only reads."""
 
-    def __init__(self, options: CoreOptions, progress: memoryview | None = None) -> None:
-        """`progress`: 8 bytes that hold the number of output tokens drawn (uint64) after every step."""
+    def __init__(self, options: CoreOptions, progress: memoryview | None = None, ranks: Ranks | None = None) -> None:
+        """`progress`: 8 bytes that hold the number of output tokens drawn (uint64) after every step.
+
+        With other `ranks`, this one leads: it has a share of the model, decides what runs and draws the tokens.
+        """
         if progress is not None and (progress.nbytes != 8 or progress.readonly):
             raise EngineError(f"progress needs 8 writable bytes and has {progress.nbytes}")
         self.options = options
@@ -110,6 +115,7 @@ class BuiltinCore:
         self.tokens_generated = 0
         self.tokens_prefilled = 0
         self._progress = progress
+        self._ranks = ranks
         self._decoder: Decoder | None = None
         self._waiting: deque[_Sequence] = deque()
         self._active: list[_Sequence] = []
@@ -161,7 +167,10 @@ class BuiltinCore:
             self.options = replace(self.options, max_context_tokens=max_context_tokens)
 
     def prepare(self, staged: StagedWeights) -> PreparedWeights:
-        """Lays out a version's weights beside those that serve; raises EngineError or CheckpointError."""
+        """Lays out a version's weights beside those that serve, on all ranks or on none.
+
+        Raises EngineError or CheckpointError.
+        """
         spec = parse_model_spec(staged.manifest.config_json)
         if self.spec is not None and spec != self.spec:
             changed = [name for name in ModelSpec.__slots__ if getattr(spec, name) != getattr(self.spec, name)]
@@ -169,30 +178,47 @@ class BuiltinCore:
                 f"weight version {staged.version} is of another model ({', '.join(changed)} changed); "
                 "an engine serves one model for its life"
             )
-        tensors = tensors_of_staged(staged)
+        share, ranks = spec, self._ranks
+        own = staged
+        if ranks is not None:
+            share = spec.share_of(ranks.count)
+            own = share_of_staged(staged, spec, 0, ranks.count)
+        tensors = tensors_of_staged(own)
         dtype = self.dtype or _serving_dtype(tensors)
         # Prepared in host memory where the device is another: the swap then copies in place, and the device never
         # holds two versions.
-        return PreparedWeights(staged.version, spec, dtype, build_weights(spec, tensors, dtype, torch.device("cpu")))
+        weights = build_weights(share, tensors, dtype, torch.device("cpu"))
+        if ranks is not None:
+            ranks.prepare(staged, spec, dtype)
+        return PreparedWeights(staged.version, spec, dtype, weights)
 
     def swap(self, prepared: PreparedWeights) -> None:
         """Serves `prepared` from the next step on; running sequences are prefilled again. Raises EngineError."""
-        options = self.options
         if self._decoder is None:
-            item_bytes = prepared.dtype.itemsize
-            plan = plan_cache(
-                prepared.spec, item_bytes, options.max_running, options.max_context_tokens, options.kv_cache_mib
-            )
-            cache = KVCache(prepared.spec, plan, prepared.dtype, options.device)
-            self._decoder = Decoder(prepared.spec, prepared.weights.to(options.device), cache)
-            self.spec, self.plan, self.dtype = prepared.spec, plan, prepared.dtype
+            self._decoder = self._first_decoder(prepared)
+            self.spec, self.plan, self.dtype = prepared.spec, self._decoder.cache.plan, prepared.dtype
         else:
+            if self._ranks is not None:
+                self._ranks.swap(prepared.version, self._decoder.cache.plan)
             self._cut_delta()
             self._waiting.extendleft(reversed(self._active))
             self._active.clear()
             self._rows = None
             self._decoder.replace_weights(prepared.weights)
         self.version = prepared.version
+
+    def _first_decoder(self, prepared: PreparedWeights) -> Decoder:
+        options, ranks = self.options, self._ranks
+        count = 1 if ranks is None else ranks.count
+        spec = prepared.spec if ranks is None else prepared.spec.share_of(count)
+        kv_cache_mib = max(1, options.kv_cache_mib // count)
+        plan = plan_cache(spec, prepared.dtype.itemsize, options.max_running, options.max_context_tokens, kv_cache_mib)
+        weights = prepared.weights.to(options.device)
+        if ranks is None:
+            return Decoder(spec, weights, KVCache(spec, plan, prepared.dtype, options.device))
+        ranks.swap(prepared.version, plan)
+        cache = LeadCache(spec, plan, prepared.dtype, options.device, ranks)
+        return LeadDecoder(spec, weights, cache, ranks, prepared.spec.vocab_size)
 
     # ---- sequences
 
@@ -333,7 +359,7 @@ class BuiltinCore:
     def _decode(self, decoder: Decoder) -> None:
         rows = self._rows
         if rows is None:
-            rows = self._rows = _Rows.of(self._active, decoder.spec.vocab_size, self.options.device)
+            rows = self._rows = _Rows.of(self._active, decoder.vocab_size, self.options.device)
         attended = min(-(-rows.longest // _ATTENDED_MULTIPLE) * _ATTENDED_MULTIPLE, self.max_context_tokens)
         logits = decoder.decode(rows.ids_B, rows.positions_B, attended)
         ids_B, logprobs_B = draw(logits, rows.drawing, self._uniforms(self._active, rows.drawing))

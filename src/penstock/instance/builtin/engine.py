@@ -9,6 +9,7 @@ counters.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -21,6 +22,7 @@ import torch
 
 from penstock.errors import CheckpointError, EngineError
 from penstock.instance.builtin.core import BuiltinCore, CoreOptions
+from penstock.instance.builtin.ranks import RankDied, Ranks
 from penstock.instance.engine import DEFAULT_CONTEXT_TOKENS, EngineInfo, EngineLoad, SequenceStart, TokenDelta
 from penstock.weights.manifest import StagedWeights
 
@@ -54,30 +56,32 @@ class BuiltinEngine:
         frame_steps: int = 8,
         threads: int | None = None,
         progress: memoryview | None = None,
+        tensor_parallel: int = 1,
     ) -> None:
         """`dtype` None takes the weights' own; `threads` None leaves PyTorch's choice of CPU threads.
 
         `progress`: 8 writable bytes (of a mapped file, say) that hold the number of output tokens drawn, as a
-        little-endian uint64, after every step. `max_context_tokens` 0 takes what `fit_context` gives. Raises
-        EngineError for options that can't be met.
+        little-endian uint64, after every step. `max_context_tokens` 0 takes what `fit_context` gives.
+        `tensor_parallel` ranks share each model, this process and others that it starts, and the threads; on a CPU.
+        Raises EngineError for options that can't be met.
         """
-        for name, value in (("max_running", max_running), ("frame_steps", frame_steps), ("threads", threads)):
+        counts = (("max_running", max_running), ("frame_steps", frame_steps), ("threads", threads))
+        for name, value in (*counts, ("tensor_parallel", tensor_parallel)):
             if value is not None and value < 1:
                 raise EngineError(f"{name} is {value}; it must be at least 1")
-        self._core = BuiltinCore(
-            CoreOptions(
-                device=resolve_device(device),
-                dtype=_resolve_dtype(dtype),
-                max_running=max_running,
-                max_context_tokens=max_context_tokens or DEFAULT_CONTEXT_TOKENS,
-                kv_cache_mib=kv_cache_mib,
-            ),
-            progress,
+        options = CoreOptions(
+            device=resolve_device(device),
+            dtype=_resolve_dtype(dtype),
+            max_running=max_running,
+            max_context_tokens=max_context_tokens or DEFAULT_CONTEXT_TOKENS,
+            kv_cache_mib=kv_cache_mib,
         )
+        if tensor_parallel > 1 and options.device.type != "cpu":
+            raise EngineError(f"tensor_parallel={tensor_parallel} is for device cpu, and this is {options.device}")
         self.frame_steps = frame_steps
         """Decode steps gathered in one delta; may be changed at any time."""
         self._fits_context = not max_context_tokens
-        self._threads = threads
+        self._threads = threads if threads is None else max(1, threads // tensor_parallel)
         self._loop = asyncio.get_running_loop()
         self._read: asyncio.Queue[TokenDelta | _Stopped | None] = asyncio.Queue()
         """None: the thread has ended. Bounded by `_UNREAD_DELTAS`, which the thread heeds."""
@@ -90,6 +94,9 @@ class BuiltinEngine:
         self._flushed = False
         self._rate: deque[tuple[float, int]] = deque()
         self._layout = ThreadPoolExecutor(1, thread_name_prefix="penstock-weights")
+        own_threads = self._threads or max(1, torch.get_num_threads() // tensor_parallel)
+        self._ranks = Ranks(tensor_parallel, own_threads, self._rank_died) if tensor_parallel > 1 else None
+        self._core = BuiltinCore(options, progress, self._ranks)
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._thread.start()
 
@@ -125,6 +132,8 @@ class BuiltinEngine:
             prepared = await self._loop.run_in_executor(self._layout, self._core.prepare, weights)
         except CheckpointError as error:
             raise EngineError(f"weight version {weights.version} does not fit: {error}") from error
+        except RankDied as error:
+            raise EngineError(f"the built-in engine died: {error}") from error
         first = self.version < 0
         await self._ask(lambda: self._core.swap(prepared))
         wanted = self._core.options.max_running
@@ -206,8 +215,19 @@ class BuiltinEngine:
             self._wake.notify()
         await asyncio.to_thread(self._thread.join, _CLOSE_DEADLINE_S)
         self._layout.shutdown(wait=False, cancel_futures=True)
+        if self._ranks is not None:
+            await asyncio.to_thread(self._ranks.close)
         if self._thread.is_alive():
             raise EngineError(f"the engine's thread did not end its step within {_CLOSE_DEADLINE_S:.0f} s")
+
+    def _rank_died(self, death: RankDied) -> None:
+        """Wakes the compute thread, which may be waiting for work, and ends it. Called from another thread."""
+
+        def end() -> None:
+            raise death
+
+        with contextlib.suppress(EngineError):
+            self._tell(end)
 
     # ---- between the loop and the thread
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,9 @@ import torch.nn.functional as F
 from penstock.instance.builtin.checkpoint import Tensors, check_tensors
 from penstock.instance.builtin.kv_cache import KVCache
 from penstock.instance.builtin.spec import ModelSpec, Rope
+
+if TYPE_CHECKING:
+    from penstock.instance.builtin.rank_group import RankGroup
 
 
 @dataclass(slots=True)
@@ -159,10 +163,20 @@ def rotation_table(rope: Rope, head_dim: int, positions: int) -> torch.Tensor:
 
 
 class Decoder:
-    """Forward passes over the KV cache with the weights of one version at a time."""
+    """Forward passes over the KV cache with the weights of one version at a time.
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights, cache: KVCache) -> None:
+    With a group of ranks, `spec`, weights and cache are one rank's share of the model (`spec.share_of`), and all ranks
+    make the same passes: what attention and MLP add to the residual is summed over the ranks, logits are joined.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: DecoderWeights, cache: KVCache, group: RankGroup | None = None, vocab: int = 0
+    ) -> None:
+        """`vocab`: of the whole model, where a rank has a part of it."""
         self.spec = spec
+        self._group = group
+        self.vocab_size = vocab or spec.vocab_size
+        """Of the logits."""
         self.weights = weights
         self.cache = cache
         self._device = weights.embedding_VC.device
@@ -199,7 +213,7 @@ class Decoder:
         rows, tokens = ids_BT.shape
         heads, kv_heads, dim = spec.heads, spec.kv_heads, spec.head_dim
         turns = self._turns_PD[:tokens].unsqueeze(1)
-        x_NC = F.embedding(ids_BT.reshape(-1), self.weights.embedding_VC)
+        x_NC = self._embedded(ids_BT.reshape(-1))
         for layer, cache_SKPD in zip(self.weights.layers, cache.layers_SKPD):
             qkv = self._qkv(layer, x_NC).view(rows, tokens, heads + 2 * kv_heads, dim)
             self._turn(layer, qkv[:, :, : heads + kv_heads], turns)
@@ -229,7 +243,7 @@ class Decoder:
         hidden_BL = self._columns_P[:attended] > position_B1
         mask = torch.zeros(hidden_BL.shape, dtype=self._dtype, device=self._device)
         mask = mask.masked_fill_(hidden_BL, -math.inf).view(rows, 1, 1, attended)
-        x_BC = F.embedding(ids_B, self.weights.embedding_VC)
+        x_BC = self._embedded(ids_B)
         for layer, cache_SKPD, cache_rows in zip(self.weights.layers, cache.layers_SKPD, cache.layers_rows):
             qkv = self._qkv(layer, x_BC).view(rows, heads + 2 * kv_heads, dim)
             self._turn(layer, qkv[:, : heads + kv_heads], turns)
@@ -263,16 +277,34 @@ class Decoder:
     def _rest(self, layer: LayerWeights, x_NC: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The layer behind its attention: output projection, norm, gated MLP, both with their residuals."""
         self.work_done += 1
-        x_NC = _residual(x_NC, attended, layer.out, layer.out_bias)
+        x_NC = self._added(x_NC, attended, layer.out, layer.out_bias)
         normed = F.rms_norm(x_NC, (self.spec.hidden_size,), layer.norm_post_C, self.spec.norm_eps)
         gate, up = _affine(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        x_NC = _residual(x_NC, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+        x_NC = self._added(x_NC, F.silu(gate).mul_(up), layer.down, layer.down_bias)
         self.work_done += 1
         return x_NC
 
     def _logits(self, x_BC: torch.Tensor) -> torch.Tensor:
         normed = F.rms_norm(x_BC, (self.spec.hidden_size,), self.weights.norm_C, self.spec.norm_eps)
-        return torch.mm(normed, self.weights.head_CV).float()
+        logits = torch.mm(normed, self.weights.head_CV).float()
+        return logits if self._group is None else self._group.join(logits)[:, : self.vocab_size]
+
+    def _embedded(self, ids_N: torch.Tensor) -> torch.Tensor:
+        """[N, C]. A rank has rows of the vocabulary: each token's comes from the one that has it, zeros from others."""
+        if self._group is None:
+            return F.embedding(ids_N, self.weights.embedding_VC)
+        own = ids_N - self._group.rank * self.spec.vocab_size
+        elsewhere = (own < 0) | (own >= self.spec.vocab_size)
+        rows = F.embedding(own.masked_fill(elsewhere, 0), self.weights.embedding_VC)
+        return self._group.add(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+    def _added(
+        self, residual: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`residual` and what x adds to it. Of several ranks one brings the residual and the bias into the sum."""
+        if self._group is None:
+            return _residual(residual, x, matrix, bias)
+        return self._group.add(_residual(residual, x, matrix, bias) if self._group.leads else torch.mm(x, matrix))
 
 
 def _affine(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.errors import EngineError, WeightError
@@ -57,6 +57,25 @@ class ModelSpec:
     def kv_bytes_per_token(self, item_bytes: int) -> int:
         """Keys and values of one position in all layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim * item_bytes
+
+    def share_of(self, ranks: int) -> ModelSpec:
+        """What one of `ranks` tensor-parallel ranks computes: the same model with fewer heads, neurons and tokens.
+
+        With fewer key/value heads than ranks, each rank has one, which others have too. The vocabulary is rounded up.
+        Raises EngineError for a model that can't be split so.
+        """
+        if self.heads % ranks or self.intermediate_size % ranks or (self.kv_heads % ranks and ranks % self.kv_heads):
+            raise EngineError(
+                f"a model with {self.heads} heads, {self.kv_heads} key/value heads and an intermediate size of "
+                f"{self.intermediate_size} can't be split on tensor_parallel={ranks} ranks"
+            )
+        return replace(
+            self,
+            heads=self.heads // ranks,
+            kv_heads=max(1, self.kv_heads // ranks),
+            intermediate_size=self.intermediate_size // ranks,
+            vocab_size=-(-self.vocab_size // ranks),
+        )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of this model must hold, by its Hugging Face name."""
