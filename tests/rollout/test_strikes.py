@@ -11,7 +11,7 @@ from rollout_helpers import SimulatedAgent, World, submit, tokens
 from penstock.observe.events import SampleFailed
 from penstock.rollout.tracker import LOSSES_A_STRIKE, Tracker
 from penstock.sample import Finish
-from penstock.wire import AgentHello, Goodbye, column_bytes
+from penstock.wire import AgentHello, Goodbye, Heartbeat, column_bytes
 
 STRIKES = 3
 NAMES = (f"spot-{number}" for number in itertools.count())
@@ -123,6 +123,24 @@ def test_one_that_came_back_with_another_process_may_have_been_killed() -> None:
     for life in range(STRIKES):
         world.lose(come_back(world, f"life {life}"))
     assert len(world.of_kind(SampleFailed)) == 1
+
+
+@pytest.mark.parametrize("ends", ["its engine failed", "it beat and drew nothing", "it sent nonsense"])
+def test_an_agent_that_lives_forgives_nothing_where_its_engine_did_not(ends: str) -> None:
+    world = published()
+    world.trainer(submit(deadline_s=1e6))
+    agent = come_back(world, "the same life")
+    if ends == "its engine failed":
+        world.send(agent, Goodbye(cause="the server died", engine_failed=True))
+    elif ends == "it sent nonsense":
+        world.send(agent, tokens(version=7))
+    else:
+        while agent.peer in world.agents:
+            world.send(agent, Heartbeat(1, 0, 0, 0, 0, 0.0))
+            world.pass_time(1.0)
+    assert strikes_of(world) == [1]
+    come_back(world, "the same life")
+    assert strikes_of(world) == [1]
 
 
 def test_forgiven_or_not_a_sample_is_not_passed_on_for_ever() -> None:

@@ -84,7 +84,7 @@ class Instance:
     host: str = ""
     pid: int = 0
     process: str = ""
-    """A word of its agent's life; empty where it gave none."""
+    """A word of its agent's life; empty where it gave none, and where its end is known to be no mere cut."""
     device: str = ""
     reserved: bool = False
     """On one of the trainer's own devices; remote otherwise."""
@@ -207,7 +207,7 @@ class Fleet:
         return self._gone[-1] if self._gone else None
 
     def sessions_before(self, instance: Instance) -> Iterator[Instance]:
-        """Gone ones of the same agent: only their connections had ended, or their patience."""
+        """Gone ones of the same agent, which was only cut off or silent for a while."""
         for gone in self._gone:
             if instance.process and gone.process == instance.process:
                 yield gone

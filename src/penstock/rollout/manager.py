@@ -206,7 +206,7 @@ class Manager:
         self._now = now
         instance = self.fleet.get(peer)
         if instance is not None:
-            self._lose(instance, cause, orderly=instance.state is State.DRAINING)
+            self._lose(instance, cause, orderly=instance.state is State.DRAINING, may_live=True)
         return self._decided()
 
     def on_connection_refused(self, peer: str, door: str, cause: str, times: int, now: float) -> Decisions:
@@ -314,10 +314,10 @@ class Manager:
     def tick(self, now: float) -> Decisions:
         """To be called a few times a second: deadlines, retries, announcements, status."""
         self._now = now
-        for overdue in (self.fleet.overdue, self.stalls.overdue):
+        for overdue, may_live in ((self.fleet.overdue, True), (self.stalls.overdue, False)):
             for instance, cause in overdue(now):
                 self._out.close(instance.peer, cause)
-                self._lose(instance, cause, orderly=instance.state is State.DRAINING)
+                self._lose(instance, cause, orderly=instance.state is State.DRAINING, may_live=may_live)
         for instance, cause in self._strangers():
             self._refuse_agent(instance, cause)
         self.trainer.tick(now)
@@ -364,7 +364,7 @@ class Manager:
         if isinstance(frame, AgentHello):
             self.fleet.hello(instance, frame, self._now)
             for session in self.fleet.sessions_before(instance):
-                # It has not died, so none of its samples killed it.
+                # It was only cut off, so none of its samples killed it.
                 self._out.records(struck_records(self.tracker.forgive(session.id)))
             self._send(
                 instance.peer,
@@ -456,7 +456,12 @@ class Manager:
         self._out.close(instance.peer, cause)
         self._lose(instance, f"sent a frame that was refused: {cause}", orderly=False, suspects=suspects)
 
-    def _lose(self, instance: Instance, cause: str, orderly: bool, suspects: bool = True) -> None:
+    def _lose(
+        self, instance: Instance, cause: str, orderly: bool, suspects: bool = True, may_live: bool = False
+    ) -> None:
+        """`suspects`: one of its samples may be why. `may_live`: if its agent comes back, none was."""
+        if not may_live:
+            instance.process = ""
         suspected = instance.max_running if suspects and not orderly else 0
         evicted = self.tracker.evict(instance.id, f"{instance.id} is gone: {cause}", suspected)
         if evicted.struck:
