@@ -24,7 +24,7 @@ from exchanges import RECORDED, Recorder, Serving  # noqa: E402
 from vllm_scenes import LIMITS, MODEL, SCENES  # noqa: E402
 
 from penstock.errors import EngineError  # noqa: E402
-from penstock.instance.vllm import VllmDialect  # noqa: E402
+from penstock.instance.vllm import FIGURES, VllmDialect  # noqa: E402
 
 
 async def main() -> None:
@@ -53,6 +53,8 @@ async def main() -> None:
 
 def kept(path: str, answer: Any) -> Any:
     """Of long answers what the dialect reads."""
+    if path == "/metrics":
+        return "".join(f"{line}\n" for line in answer.splitlines() if line.startswith(FIGURES))
     if not path.startswith("/server_info"):
         return answer
     config = answer["vllm_config"]

@@ -108,6 +108,16 @@ async def test_greedy_answers_and_their_logprobs_are_those_of_a_forward_pass(sub
     assert (load.running, load.waiting) == (0, 0)
 
 
+async def test_what_a_server_prefills_is_seen_in_its_figures(subject: Subject) -> None:
+    dialect, prompt = dialect_of(subject.kind), [(11 * place + 5) % 64 for place in range(500)]
+    async with aiohttp.ClientSession() as http:
+        before = await dialect.figures(http, subject.engine._server.base_url)
+        await subject.run({1: prompt}, Sampling(max_new_tokens=1))
+        after = await dialect.figures(http, subject.engine._server.base_url)
+    assert len(before) == len(after)
+    assert max(late - early for early, late in zip(before, after, strict=True)) >= len(prompt) - 16, (before, after)
+
+
 # These two come before any swap: what an adopted server holds is read from the folder that it was started on.
 
 

@@ -56,6 +56,8 @@ class Recorder:
         values = dict(vars(exchange))
         if "json" in exchange.headers["Content-Type"] and (answer := "".join(exchange.parts)):
             values["parts"] = [json.dumps(self.kept(exchange.path, json.loads(answer)))]
+        elif exchange.path == "/metrics":
+            values["parts"] = [self.kept(exchange.path, "".join(exchange.parts))]
         line = json.dumps(values, separators=(",", ":"))
         for own, name in self.names.items():
             line = line.replace(own, name)

@@ -106,13 +106,17 @@ async def swapped(
     return answers
 
 
+async def figures(dialect: SglangDialect, http: aiohttp.ClientSession, url: str, folders: Sequence[Path]) -> Any:
+    return await dialect.figures(http, url)
+
+
 async def not_swapped(dialect: SglangDialect, http: aiohttp.ClientSession, url: str, folders: Sequence[Path]) -> None:
     await dialect.load(http, url, folders[0].parent / "third", 3)
 
 
 SCENES: dict[str, Scene] = {
     scene.__name__: scene
-    for scene in (up, facts, greedy, moved, stopped, sampled, too_long, ended, swapped, not_swapped)
+    for scene in (up, facts, greedy, moved, stopped, sampled, too_long, ended, swapped, figures, not_swapped)
 }
 AS_IT_COMES = ["facts", "greedy", "ended"]
 """Of a server that nobody told to stream what is new, and to leave log-probabilities as they are."""

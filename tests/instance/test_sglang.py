@@ -54,6 +54,11 @@ async def test_an_answer_comes_in_chunks_of_the_frame() -> None:
     assert all(value <= 0 for chunk in chunks for value in chunk.logprobs)
 
 
+async def test_a_server_counts_what_it_does() -> None:
+    prefilled, _, running, waiting = await played("figures")
+    assert (prefilled > len(PROMPT), running, waiting) == (True, 0, 0)
+
+
 async def test_a_stream_of_everything_so_far_gives_the_same_as_one_of_what_is_new() -> None:
     new = await played("greedy")
     whole = await played("greedy", "sglang-as-it-comes.jsonl")

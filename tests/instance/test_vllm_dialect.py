@@ -52,6 +52,11 @@ async def test_an_answer_comes_in_chunks_of_tokens_with_their_logprobs(replay: R
     assert (heard["finish"], heard["version"]) == (Finish.LENGTH, "default")
 
 
+async def test_a_server_counts_what_it_does(replay: Replay) -> None:
+    usage, prompts, drawn = await replay.scene("figures")
+    assert usage == 0 < prompts < drawn
+
+
 async def test_a_resumed_answer_is_the_rest_of_the_whole_one(replay: Replay) -> None:
     heard = await replay.scene("resumed")
     assert heard["rest"] == heard["whole"][5:]

@@ -85,6 +85,10 @@ async def swapped(dialect: VllmDialect, http: aiohttp.ClientSession, url: str, f
     return {"before": before["ids"], **await hear(dialect, http, url, "after", GREEDY)}
 
 
+async def figures(dialect: VllmDialect, http: aiohttp.ClientSession, url: str, folders: Sequence[Path]) -> Any:
+    return await dialect.figures(http, url)
+
+
 async def missing_weights(dialect: VllmDialect, http: aiohttp.ClientSession, url: str, folders: Sequence[Path]) -> None:
     """Raises EngineError."""
     await dialect.load(http, url, folders[1].parent / "none", 5)
@@ -92,5 +96,5 @@ async def missing_weights(dialect: VllmDialect, http: aiohttp.ClientSession, url
 
 SCENES: dict[str, Scene] = {
     scene.__name__: scene
-    for scene in (facts, greedy, resumed, sampled, stopped, aborted, refused, swapped, missing_weights)
+    for scene in (facts, greedy, resumed, sampled, stopped, aborted, refused, swapped, figures, missing_weights)
 }
