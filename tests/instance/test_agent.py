@@ -22,6 +22,8 @@ from penstock.wire import (
     BatchDone,
     Drain,
     Goodbye,
+    HandedOver,
+    HandOver,
     Heartbeat,
     LoadFailed,
     LoadWeights,
@@ -335,6 +337,44 @@ async def test_leaving_sends_every_token_drawn_then_says_goodbye(store: WeightSt
             assert sum(map(len, session.tokens().values())) == engine.load().tokens_generated
             assert session.ws.close_code == WSCloseCode.OK
             assert manager.attempts == 1
+
+
+async def test_handing_over_sends_what_was_drawn_runs_nothing_on_and_the_agent_stays(store: WeightStore) -> None:
+    async with FakeManager(frame_steps=4) as manager:
+        engine = PacedEngine(tokens_per_s=3000.0)
+        async with running(agent_of(manager, engine)):
+            session = await manager.session()
+            await load(session, store)
+            await session.send(start_frame([1, 2, 3], sampling=Sampling(max_new_tokens=4000)))
+            await session.next_of(TokenFrame, count=3)
+            await session.send(HandOver(cause="the trainer trains"))
+            await session.next_of(HandedOver)
+            # Its last word on them: every token drawn came before it.
+            drawn = engine.load().tokens_generated
+            before = session.frames[: session.frames.index(session.of(HandedOver)[0])]
+            assert sum(len(column(frame.counts, "I")) > 0 for frame in before if isinstance(frame, TokenFrame)) >= 3
+            assert sum(map(len, session.tokens().values())) == drawn
+            assert (engine.load().running, engine.load().waiting) == (0, 0)
+            await session.send(start_frame([4], sampling=Sampling(max_new_tokens=8)))
+            await session.wait_for(lambda _: 4 in session.finishes())
+            assert engine.load().tokens_generated == drawn + 8
+
+
+async def test_an_engine_that_does_not_hand_over_is_stopped_and_the_manager_hears_of_it(store: WeightStore) -> None:
+    class Slow(PacedEngine):
+        async def hand_over(self) -> None:
+            await asyncio.sleep(3600)
+
+    async with FakeManager() as manager:
+        engine = Slow(tokens_per_s=3000.0)
+        async with running(agent_of(manager, engine)):
+            session = await manager.session()
+            await load(session, store)
+            await session.send(start_frame([1], sampling=Sampling(max_new_tokens=4000)))
+            await session.next_of(TokenFrame)
+            await session.send(HandOver(cause="the trainer trains"))
+            await session.next_of(HandedOver)
+            assert engine.load().running == 0
 
 
 async def test_leaving_before_a_manager_was_found_just_ends() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,6 +56,21 @@ def test_a_sample_says_the_same_alone_and_in_any_batch(
     outputs = run_to_end(core_for(MODEL, max_running=max_running, device=torch.device(device)), jobs())
     assert outputs.tokens == alone
     assert set(outputs.finishes.values()) == {Finish.LENGTH}
+
+
+def test_memory_that_was_given_back_is_taken_again_and_samples_say_the_same(
+    device: str, alone: dict[int, list[int]]
+) -> None:
+    core = core_for(MODEL, device=torch.device(device))
+    core.start(jobs())
+    for _ in range(3):
+        core.step()
+    core.rest(release_memory=True)
+    assert not core.has_work
+    assert core._decoder is not None
+    assert core._decoder.cache.tensor_LSKPD.numel() == 0
+    outputs = run_to_end(core, [replace(job, lease=100 + job.lease) for job in jobs()])
+    assert {lease - 100: tokens for lease, tokens in outputs.tokens.items() if lease >= 100} == alone
 
 
 def test_a_small_prefill_budget_changes_when_sequences_start_and_not_what_they_say(

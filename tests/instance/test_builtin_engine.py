@@ -113,6 +113,21 @@ async def test_flush_shows_every_token_drawn_and_draws_no_more(engine: BuiltinEn
     assert sum(len(tokens) for tokens in collected.tokens.values()) == drawn == engine.load().tokens_generated
 
 
+async def test_handing_over_shows_every_token_drawn_ends_everything_and_can_be_followed_by_more(
+    engine: BuiltinEngine,
+) -> None:
+    await engine.update_weights(staged(MODEL))
+    engine.start([start(lease, [1], Sampling(max_new_tokens=90)) for lease in range(4)])
+    collected = Collected()
+    await read_until(engine, collected, lambda: True)
+    await engine.hand_over()
+    drawn, load = engine.load().tokens_generated, engine.load()
+    assert (load.running, load.waiting) == (0, 0)
+    engine.start([start(9, [1], Sampling(max_new_tokens=8))])
+    await read_until(engine, collected, lambda: len(collected.tokens.get(9, [])) == 8)
+    assert sum(len(tokens) for lease, tokens in collected.tokens.items() if lease != 9) == drawn
+
+
 async def test_a_call_given_up_before_its_turn_is_not_done_and_harms_nobody(engine: BuiltinEngine) -> None:
     await engine.update_weights(staged(MODEL))
     with engine._wake:  # the thread can't take up its commands
