@@ -61,6 +61,7 @@ def make_run(model_folder: Path, tmp_path: Path) -> Iterator[MakeRun]:
             evaluate: bool = True,
             sampling: Mapping[str, Any] | None = None,
             observe: Mapping[str, Any] | None = None,
+            window: str | float = "off",
             **train: Any,
         ) -> Run:
             config = RunConfig.model_validate(
@@ -71,6 +72,7 @@ def make_run(model_folder: Path, tmp_path: Path) -> Iterator[MakeRun]:
                         "prompts_per_step": 4,
                         "samples_per_prompt": 4,
                         "deadline_s": deadline_s,
+                        "window": window,
                         "sampling": {"max_new_tokens": 8, "stop_token_ids": [9], **(sampling or {})},
                     },
                     "manager": {"reconnect_s": 0},
