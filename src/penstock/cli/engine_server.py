@@ -1,4 +1,7 @@
-"""The options of `penstock join` for an engine behind a server: vLLM's or SGLang's, started here or adopted."""
+"""The options of `penstock join` for an engine behind a server: vLLM's or SGLang's, started here or adopted.
+
+And `--engine.tensor_parallel=N`, the one that the built-in engine has: a server has its own word for it.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 SERVED = ("vllm", "sglang")
 START_S = 600.0
+TENSOR_PARALLEL = "tensor_parallel"
 _OPTION = re.compile(r"--engine\.([A-Za-z0-9][A-Za-z0-9_.-]*)(?:=(.*))?", re.DOTALL)
 
 
@@ -26,7 +30,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "engine servers",
         "--engine vllm or sglang starts the server with the run's first weights, watches it and ends it. "
-        "--engine.NAME=VALUE and --engine.NAME hand --NAME=VALUE and --NAME over to it.",
+        "--engine.NAME=VALUE and --engine.NAME hand --NAME=VALUE and --NAME over to it. "
+        "The built-in engine takes --engine.tensor_parallel=N: so many processes share each model.",
     )
     group.add_argument("--engine-url", default="", metavar="URL", help="take a server that runs on this machine")
     group.add_argument(
@@ -65,12 +70,21 @@ def take_engine_options(words: Sequence[str], parser: argparse.ArgumentParser) -
     return rest
 
 
+def tensor_parallel(args: argparse.Namespace) -> int:
+    """Ranks of the built-in engine. Raises ConfigError for what is no count."""
+    given = args.engine_options.get(TENSOR_PARALLEL, "1")
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError(f"--engine.{TENSOR_PARALLEL}={given} is no number of processes; give 1 or more")
+    return int(given)
+
+
 def check_server_arguments(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that make no sense together."""
+    builtin = args.engine == "builtin" and tensor_parallel(args)
     given = {
         "--engine-url": args.engine_url,
         "--engine-command": args.engine_command,
-        "--engine.NAME": args.engine_options,
+        "--engine.NAME": [name for name in args.engine_options if not (builtin and name == TENSOR_PARALLEL)],
     }
     names = [name for name, value in given.items() if value]
     if args.engine not in SERVED and names:

@@ -22,6 +22,7 @@ from penstock.cli.engine_server import (
     build_served,
     check_server_arguments,
     take_engine_options,
+    tensor_parallel,
 )
 from penstock.cli.numbers import count, port, positive
 from penstock.cli.restarts import Restarts
@@ -182,6 +183,7 @@ def build_engine(args: argparse.Namespace, progress: memoryview | None) -> Engin
         frame_steps=DEFAULT_FRAME_STEPS,
         threads=args.threads,
         progress=progress,
+        tensor_parallel=tensor_parallel(args),
     )
 
 

@@ -123,6 +123,8 @@ class EngineConfig(_Section):
     """Decode steps gathered in one token frame: what losing a machine can cost in tokens for each sample."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of one engine."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Processes that share the model of one engine. The built-in one does so on CPU; a server is told its own way."""
     restarts: int = Field(default=3, ge=0)
     """Engines of this machine that die by accident are replaced so often in a run, each time after a longer wait."""
     tokens_per_s: float = Field(default=0, ge=0)
@@ -134,6 +136,8 @@ class EngineConfig(_Section):
             raise ValueError('rollout.engines.command and options are for kind = "vllm" or "sglang"')
         if self.kind != "builtin" and self.tokens_per_s:
             raise ValueError(f'rollout.engines.tokens_per_s makes a paced engine, and kind is "{self.kind}"')
+        if self.tensor_parallel > 1 and self.tokens_per_s:
+            raise ValueError("rollout.engines.tokens_per_s makes a paced engine, which has no tensor_parallel")
         return self
 
 

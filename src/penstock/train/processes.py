@@ -168,6 +168,9 @@ class LocalProcesses:
         arguments += ["--max-context", str(engines.max_context_tokens), "--kv-cache-mib", str(engines.kv_cache_mib)]
         arguments += ["--threads", str(engines.threads), "--progress-file", str(progress_path)]
         arguments += self._weight_arguments(name)
+        if engines.tensor_parallel > 1:
+            option = "tensor_parallel" if engines.kind == "builtin" else "tensor-parallel-size"
+            arguments.append(f"--engine.{option}={engines.tensor_parallel}")
         tls = self._config.tls
         arguments += _file_options({"tls-ca": tls.ca, "tls-cert": tls.own_cert, "tls-key": tls.own_key})
         # A notice that takes this machine takes its trainer along: no engine need leave before the run does.
