@@ -6,7 +6,8 @@ messages that name the key, the value and what is allowed.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -148,11 +149,7 @@ class RolloutConfig(_Section):
     eval_sampling: SamplingConfig | None = None
     """For evaluation; by default greedy with the same token limit."""
     engines: EngineConfig = EngineConfig()
-    window: Literal["off", "auto"] | Annotated[float, Field(ge=0)] = "off"
-    """Engines that share the trainer's own devices generate for a window of each step and then hand over to training:
-    as long as is worked out to be best (`auto`), or so many seconds. `off`: they generate whenever there is work, beside
-    training, as on devices of their own. Without a machine from outside they generate to the step's end (docs/windows.md)."""
-    window: Literal["off", "auto"] | Annotated[float, Field(ge=0)] = "off"
+    window: Literal["off", "auto"] | float = "off"
     """Engines that share the trainer's own devices generate for a window of each step, then hand over to training: for
     as long as is worked out to be best (`auto`), or so many seconds. `off`: they generate when there is work, beside
     training, as on devices of their own. Without a machine from outside the window is as long as the rollout
@@ -170,6 +167,13 @@ class RolloutConfig(_Section):
     its first has `--engine-start-s` more."""
     stall_s: float = Field(default=300, gt=0)
     """An instance that has work and gives no token for so long is given up, even where it says that it lives."""
+
+    @field_validator("window")
+    @classmethod
+    def _seconds(cls, window: str | float) -> str | float:
+        if isinstance(window, float) and not 0 <= window < math.inf:
+            raise ValueError(f"rollout.window={window:g}: a window in seconds must be at least 0")
+        return window
 
 
 class ManagerConfig(_Section):
