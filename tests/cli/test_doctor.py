@@ -107,6 +107,11 @@ def test_what_stands_in_the_quickstarts_way_is_named(facts: Facts, why: str) -> 
     assert why in found.why
 
 
+def test_a_package_that_several_parts_need_is_named_once() -> None:
+    why = verdict(without("torch"), "quickstart").why
+    assert why.count("torch is not installed") == 1
+
+
 def test_one_core_is_slow_and_no_obstacle() -> None:
     found = verdict(dataclasses.replace(healthy(), cores=1), "quickstart")
     assert found.works

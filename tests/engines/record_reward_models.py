@@ -83,9 +83,10 @@ def asked(server: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
             status, value = answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         status, value = error.code, json.load(error)
-    for volatile in ("id", "created"):
-        if isinstance(value, dict):
-            value.pop(volatile, None)
+    for entry in [value, *(one["meta_info"] for one in value)] if isinstance(value, list) else [value]:
+        for volatile in ("id", "created", "e2e_latency", "response_sent_to_client_ts"):
+            if isinstance(entry, dict):
+                entry.pop(volatile, None)
     return {"server": server, "path": path, "body": body, "status": status, "answer": value}
 
 
@@ -99,6 +100,7 @@ def main() -> None:
                 said.append(asked("vllm", "/classify", {**rm, "input": TEXTS}))
                 said.append(asked("vllm", "/classify", {**rm, "use_activation": False, "input": TEXTS}))
                 said.append(asked("vllm", "/score", {**rm, "text_1": TEXTS, "text_2": ["4", "five"]}))
+                said.append(asked("vllm", "/rerank", {**rm, "query": "2+2?", "documents": TEXTS}))
             with serving("sglang", SGLANG, Path(folder) / str(n), n):
                 said.append(asked("sglang", "/classify", {**rm, "text": TEXTS}))
     OUT.parent.mkdir(exist_ok=True)

@@ -41,6 +41,8 @@ def obey(sample: Sample):
         case "crash":
             print("about to crash", file=sys.stderr, flush=True)
             os._exit(7)
+        case "die":
+            os._exit(9)
         case "hang":
             time.sleep(600)
         case "hold the lock":

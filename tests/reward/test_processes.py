@@ -93,7 +93,7 @@ async def test_a_function_may_set_an_alarm_of_its_own(
     function: Callable[[str], str], make_sample: Callable[..., Sample]
 ) -> None:
     async with pool_of(function("obey")) as pool:
-        assert await pool.score(make_sample(do="alarm")) == Unscored("TimeoutError: by alarm (reward_functions.py:149)")
+        assert await pool.score(make_sample(do="alarm")) == Unscored("TimeoutError: by alarm (reward_functions.py:151)")
 
 
 @pytest.mark.parametrize("do", ["hang", "hold the lock"])
@@ -127,6 +127,15 @@ async def test_what_a_hanging_function_started_dies_with_it(
         result = await pool.score(make_sample(do="spawn and hang", pid_file=str(pid_file)))
         assert isinstance(result, Unscored)
         await until_gone(int(pid_file.read_text()))
+
+
+async def test_a_death_is_not_told_with_what_an_earlier_sample_printed(
+    function: Callable[[str], str], make_sample: Callable[..., Sample]
+) -> None:
+    async with pool_of(function("obey"), processes=1) as pool:
+        assert isinstance(await pool.score(make_sample(do="print")), Score)
+        death = await pool.score(make_sample(do="die"))
+    assert death == Unscored("the verifier process died: exit code 9")
 
 
 async def test_a_crash_is_that_samples_cause_and_the_worker_is_replaced(

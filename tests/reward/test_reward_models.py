@@ -113,7 +113,7 @@ async def test_a_text_may_be_made_by_a_function_or_from_the_row() -> None:
         (vllm_classify, lambda body: {"data": [{"index": 0, "score": 1.0}]}, "probs"),
         (vllm_classify, lambda body: {"data": [{"index": 1, "probs": [1.0]}]}, "1 entries"),
         (vllm_classify, lambda body: {"data": []}, "1 entries"),
-        (vllm_classify, lambda body: {"data": [{"index": 0, "probs": [0.1, 0.9]}]}, "2 classes; say with label="),
+        (vllm_classify, lambda body: {"data": [{"index": 0, "probs": [0.1, 0.9]}]}, "2 outputs; say with label="),
         (vllm_classify, lambda body: {"data": [{"index": 0, "probs": ["high"]}]}, "Expected `float`"),
         (vllm_score, lambda body: {"data": [{"index": 0, "score": None}]}, "Expected `float`"),
         (sglang_classify, lambda body: {"embedding": [1.0]}, "another shape"),
@@ -165,6 +165,32 @@ async def test_what_vllm_says_of_pairs_is_read() -> None:
     asked = dict(zip(exchange["body"]["text_2"], exchange["body"]["text_1"], strict=True))
     values = await replayed(exchange, vllm_score, list(asked), text=lambda sample: asked[sample.response])
     assert values == [entry["score"] for entry in exchange["answer"]["data"]]
+
+
+async def test_what_sglang_says_of_classes_is_read() -> None:
+    for exchange in recorded("sglang", "/classify"):
+        numbers = [entry["embedding"] for entry in exchange["answer"]]
+        for label in range(len(numbers[0])):
+            chosen = {"label": label} if len(numbers[0]) > 1 else {}
+            values = await replayed(exchange, sglang_classify, exchange["body"]["text"], text="{response}", **chosen)
+            assert values == [entry[label] for entry in numbers]
+
+
+async def test_what_vllm_says_of_an_order_comes_back_whole() -> None:
+    (exchange,) = [e for e in recorded("vllm", "/rerank") if e["status"] == 200]
+    server = Server(lambda body: exchange["answer"])
+    assert await server.pool.rerank(**exchange["body"]) == exchange["answer"]
+    assert server.asked == [("/rerank", exchange["body"])]
+
+
+async def test_a_path_that_a_real_server_does_not_have_is_named() -> None:
+    (exchange,) = [e for e in recorded("vllm", "/score") if e["status"] == 404]
+    async with ProviderServer() as server:  # vLLM serves /score for models of one output alone
+        async with ComputePool([Endpoint(server.url, models=("fault-404",))]) as pool:
+            [result] = await together(vllm_score(pool, "fault-404"), "a")
+    assert exchange["answer"] == {"detail": "Not Found"}
+    assert isinstance(result, Unscored)
+    assert "HTTP 404" in result.cause
 
 
 async def test_a_label_that_is_not_there_is_unscored() -> None:

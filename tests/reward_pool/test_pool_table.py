@@ -34,6 +34,14 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert lines[-1].startswith("1234 waiting"[:width])
 
 
+def test_80_columns_have_room_for_what_is_wrong() -> None:
+    head, first, *_ = PoolTable().lines([row(endpoint="judge", broken=17, refused=23)], 0, 79)
+    assert "broken" in head
+    assert first.split()[-1] == "17"
+    assert "429s" in head
+    assert "done" not in PoolTable().lines([row(in_flight=1000, cap=1024, sent=10**6, done=10**6)], 0, 60)[0]
+
+
 def test_the_rate_is_what_was_sent_between_two_looks() -> None:
     now = [0.0]
     table = PoolTable(clock=lambda: now[0])

@@ -247,7 +247,12 @@ def unwritable(folder: Path) -> str:
 
 
 def _quickstart(facts: Facts) -> Verdict:
-    reasons = [_missing(facts, extra) for extra in ("", "engine", "train")]
+    train_alone = [package.name for package in facts.packages if package.extra == "train"]
+    reasons = [
+        _missing(facts, ""),
+        _missing(facts, "engine"),
+        _missing(facts, "train", train_alone) if train_alone else "",
+    ]
     reasons += [facts.torch_trouble, facts.loopback]
     if facts.unwritable:
         reasons.append(f"can't write {', '.join(facts.unwritable)}")

@@ -18,6 +18,8 @@ __all__ = ["PoolTable", "Screen"]
 
 HEALTH = {"closed": "ok", "open": "out", "half open": "probing"}
 """A breaker's word, which few read the right way round, to the table's."""
+LEFT_OUT = ("done", "mean s", "spent", "429s", "rate/limit s", "broken", "in flight", "health")
+"""Columns in the order in which a narrow terminal loses them: what says that something is wrong stays longest."""
 LEAST_NAME = 12
 """Characters of an endpoint's name that are always shown."""
 
@@ -44,7 +46,7 @@ class PoolTable:
         return self._rates.get(row.endpoint, 0.0)
 
     def lines(self, rows: Sequence[EndpointRow], waiting: int, width: int) -> list[str]:
-        """The table, no line wider than `width`: names are cut first, then columns left out from the right."""
+        """The table, no line wider than `width`: names are cut first, then columns left out by `LEFT_OUT`."""
         heads = ["health", "in flight", "rate/limit s", "429s", "mean s", "spent", "done", "broken"]
         cells = [
             [
@@ -60,14 +62,18 @@ class PoolTable:
             for row in rows
         ]
         widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-        while widths and sum(widths) + 2 * len(widths) + LEAST_NAME > width:
-            widths.pop()
+        shown = set(range(len(heads)))
+        for head in LEFT_OUT:
+            if sum(widths[n] + 2 for n in shown) + LEAST_NAME > width:
+                shown.remove(heads.index(head))
+        heads, widths = [heads[n] for n in sorted(shown)], [widths[n] for n in sorted(shown)]
+        cells = [[values[n] for n in sorted(shown)] for values in cells]
         longest = max([8, *(len(row.endpoint) for row in rows)])
         name = max(LEAST_NAME, min(longest, width - sum(widths) - 2 * len(widths)))
 
         def line(label: str, values: Sequence[str]) -> str:
-            shown = label if len(label) <= name else "…" + label[1 - name :]
-            return "  ".join([shown.ljust(name), *(v.rjust(w) for v, w in zip(values, widths, strict=False))])[:width]
+            cut = label if len(label) <= name else "…" + label[1 - name :]
+            return "  ".join([cut.ljust(name), *(v.rjust(w) for v, w in zip(values, widths, strict=True))])[:width]
 
         table = [line("endpoint", heads), *(line(row.endpoint, values) for row, values in zip(rows, cells))]
         return [*table, f"{waiting} waiting"[:width]]

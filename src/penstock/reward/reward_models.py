@@ -98,11 +98,7 @@ def vllm_classify(
         return [entry.probs for entry in _in_order(_typed(value, _Classes, "/classify").data, len(texts))]
 
     numbers = batched(max_items=max_items, max_tokens=max_tokens, wait_ms=wait_ms, tokens=_tokens)(call)
-
-    async def of_sample(sample: Sample) -> float:
-        return _one_of(await numbers(_shown(text, sample)), label, "classes")
-
-    return _reward(of_sample, scale, offset)
+    return _reward(_classified(numbers, text, label), scale, offset)
 
 
 @factory
@@ -173,15 +169,22 @@ def sglang_classify(
         return [entry.embedding for entry in _typed(value, list[_Embedded], "/classify")]
 
     numbers = batched(max_items=max_items, max_tokens=max_tokens, wait_ms=wait_ms, tokens=_tokens)(call)
-
-    async def of_sample(sample: Sample) -> float:
-        return _one_of(await numbers(_shown(text, sample)), label, "outputs")
-
-    return _reward(of_sample, scale, offset)
+    return _reward(_classified(numbers, text, label), scale, offset)
 
 
 def _pool(pool: Pool) -> ComputePool:
     return pool if isinstance(pool, ComputePool) else ComputePool.from_toml(pool)
+
+
+def _classified(
+    numbers: Callable[[str], Awaitable[list[float]]], text: Text, label: int | None
+) -> Callable[[Sample], Awaitable[float]]:
+    """One of the numbers that a classifier has for what a sample is shown as."""
+
+    async def of_sample(sample: Sample) -> float:
+        return _one_of(await numbers(_shown(text, sample)), label)
+
+    return of_sample
 
 
 def _reward(number: Callable[[Sample], Awaitable[float]], scale: float, offset: float) -> Reward:
@@ -215,13 +218,13 @@ def _in_order(entries: list[Any], count: int) -> list[Any]:
     return ordered
 
 
-def _one_of(numbers: list[float], label: int | None, what: str) -> float:
+def _one_of(numbers: list[float], label: int | None) -> float:
     if label is None:
         if len(numbers) != 1:
-            raise PoolError(f"the model has {len(numbers)} {what}; say with label= which one is the reward")
+            raise PoolError(f"the model has {len(numbers)} outputs; say with label= which one is the reward")
         return numbers[0]
     if not 0 <= label < len(numbers):
-        raise PoolError(f"label = {label}, and the model has {len(numbers)} {what}")
+        raise PoolError(f"label = {label}, and the model has {len(numbers)} outputs")
     return numbers[label]
 
 

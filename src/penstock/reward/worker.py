@@ -48,7 +48,16 @@ def main(function_path: str, parent_pid: int) -> int:
     faults = Faults()
     with asyncio.Runner() as runner:
         while True:
-            _send(replies_out, job_done(runner, function, jobs.get(), faults))
+            done = job_done(runner, function, jobs.get(), faults)
+            _flush()
+            _send(replies_out, done)
+
+
+def _flush() -> None:
+    """What a job has printed is out before its result is, so that nobody takes it for the next one's."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the function may have closed or replaced it
+            stream.flush()
 
 
 def job_done(runner: asyncio.Runner, function: RewardFunction, job: Job | Ask, faults: Faults) -> Done:

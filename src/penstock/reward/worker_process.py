@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
+import termios
+from array import array
 from typing import Protocol
 
 import msgspec
@@ -51,6 +54,8 @@ class Worker(asyncio.SubprocessProtocol):
         self._transport: asyncio.SubprocessTransport | None = None
         self._buffer = bytearray()
         self._tail = b""
+        self._stale = 0
+        """Bytes of output that an earlier job has written and that are still to be read."""
         self._exited = False
 
     @property
@@ -74,7 +79,18 @@ class Worker(asyncio.SubprocessProtocol):
     def send(self, message: bytes) -> None:
         """One message at a time is under way, so the transport's buffer is bounded by its size."""
         self.jobs += 1
+        self._tail, self._stale = b"", self._unread()
         self._write(message)
+
+    def _unread(self) -> int:
+        """Bytes of output that wait in the pipe: the job before has written them, since its reply is here."""
+        pipe = self.transport.get_pipe_transport(2)
+        file = pipe.get_extra_info("pipe") if pipe is not None and not pipe.is_closing() else None
+        if file is None:
+            return 0
+        count = array("i", [0])
+        fcntl.ioctl(file.fileno(), termios.FIONREAD, count)
+        return count[0]
 
     def _write(self, message: bytes) -> None:
         pipe = self.transport.get_pipe_transport(0)
@@ -90,7 +106,9 @@ class Worker(asyncio.SubprocessProtocol):
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == 2:
-            self._tail = (self._tail + data)[-TAIL_BYTES:]
+            stale = min(self._stale, len(data))
+            self._stale -= stale
+            self._tail = (self._tail + data[stale:])[-TAIL_BYTES:]
             self._pool.on_output(data)
             return
         self._buffer += data
@@ -133,7 +151,7 @@ class Worker(asyncio.SubprocessProtocol):
             self._pool.on_gone(self)
 
     def exit_text(self) -> str:
-        """How it ended, and the last line that it printed."""
+        """How it ended, and the last line that it printed since it was given its last job."""
         code = self.transport.get_returncode()
         if code is not None and code < 0:
             how = f"killed by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"signal {-code}"

@@ -34,6 +34,7 @@ FAULTS = (
     "spent",
     "500",
     "400",
+    "404",
     "silent",
     "error-in-200",
     "closed",
@@ -198,7 +199,7 @@ class ProviderServer:
             connection.reply(529, {"error": {"type": "overloaded_error"}})
         elif fault == "spent":
             connection.reply(429, {"error": {"code": "insufficient_quota"}})
-        elif fault in ("500", "400"):
+        elif fault in ("500", "400", "404"):
             connection.reply(int(fault), {"error": {"message": f"told to answer {fault}"}})
         elif fault == "error-in-200":
             connection.reply(200, {"error": {"message": "model crashed", "code": 500}})
