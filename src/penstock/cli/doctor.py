@@ -247,7 +247,8 @@ def unwritable(folder: Path) -> str:
 
 
 def _quickstart(facts: Facts) -> Verdict:
-    train_alone = [package.name for package in facts.packages if package.extra == "train"]
+    engine = {package.name for package in facts.packages if package.extra == "engine"}
+    train_alone = [p.name for p in facts.packages if p.extra == "train" and p.name not in engine]
     reasons = [
         _missing(facts, ""),
         _missing(facts, "engine"),
