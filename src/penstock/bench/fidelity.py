@@ -79,12 +79,12 @@ LEFT_OUT = ("one machine", "longer answers", "slow training")
 
 
 def run(quick: bool) -> list[Result]:
-    steps = 3 if quick else 8
+    steps, seen_steps = (2, 3) if quick else (8, 8)
     unseen = [_smaller(setting) for setting in UNSEEN if setting.name not in LEFT_OUT] if quick else UNSEEN
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         small_model(folder / "model")
-        seen = [_run(_smaller(setting) if quick else setting, steps, folder) for setting in SEEN]
+        seen = [_run(_smaller(setting) if quick else setting, seen_steps, folder) for setting in SEEN]
         fitted = _fit([measured.log for measured in seen])
         results = [_residual(fitted)]
         ratios = []

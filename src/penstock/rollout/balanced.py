@@ -2,32 +2,34 @@
 
 Three decisions on top of the shortest queue:
 
-- An instance's share follows its learned speed, so that unequal machines end together, and its room follows what it
-  was seen to run at once: memory is often full before `max_running` is.
+- An instance's share follows its learned speed, so that unequal machines end together, and its room follows the context
+  that it was seen to hold when its memory was full, which it often is before `max_running` is.
 - Nothing waits at the manager, and an instance has a free place while another has samples waiting: those move. They
   have cost nothing yet.
 - Nothing waits anywhere, and one instance would finish much later than another: running samples move, those with the
   longest expected remainder first, if the later of the two then ends earlier by more than a margin, the prefill of
   what is moved counted at its learned price. A sample is moved by choice at most `max_moves` times.
 
-Refuses to guess: until speeds and lengths are learned, it is the shortest queue.
+Until speeds are learned it is the shortest queue.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Report, ShortestQueue
 from penstock.rollout.curves import AnswerLengths, Speed, StepCurve, drain_s
+from penstock.rollout.plan import Engine
 
 __all__ = ["Balanced"]
 
 PAIRS = 4
 """Most and least loaded instances looked at for one answer, whose cost then does not grow with the fleet."""
+LATELY = 0.1
+"""Weight of the newest report in a running mean over the fleet's."""
 GOLDEN = 0.6180339887
-PLACES_DRIFT = 0.05
-"""Share of the way back to `max_running` for each report without pending samples: memory frees as answers end."""
 
 
 @dataclass
@@ -41,7 +43,10 @@ class Balanced(ShortestQueue):
     lengths: AnswerLengths = field(default_factory=AnswerLengths)
     fleet_curve: StepCurve = field(default_factory=StepCurve)
     curves: dict[str, StepCurve] = field(default_factory=dict)
-    _places: dict[str, float] = field(default_factory=dict)
+    _memory: dict[str, float] = field(default_factory=dict)
+    """Tokens of context that an instance held at most while samples waited at it."""
+    _context: float = 0.0
+    """Of one running sequence, as reported lately."""
     _weights: dict[str, float] = field(default_factory=dict)
     """Worked out since the last report of each."""
 
@@ -56,11 +61,12 @@ class Balanced(ShortestQueue):
         for curve in (self.curves.setdefault(report.instance, StepCurve()), self.fleet_curve):
             curve.report(report.wall_s, report.running, report.context_tokens, report.tokens, report.prefilled)
         self._weights.pop(report.instance, None)
-        seen = self._places.get(report.instance)
-        if report.pending:
-            self._places[report.instance] = max(1.0, report.running)
-        elif seen is not None:
-            self._places[report.instance] = max(seen * (1 + PLACES_DRIFT), report.running)
+        if report.pending or report.instance in self._memory:
+            # What it holds without anybody waiting fits, too.
+            self._memory[report.instance] = max(self._memory.get(report.instance, 0.0), report.context_tokens)
+        if report.running > 0:
+            context = report.context_tokens / report.running
+            self._context += (context - self._context) * (LATELY if self._context else 1.0)
 
     def finished(self, prompt: int, output_tokens: int) -> None:
         self.lengths.finished(output_tokens, prompt)
@@ -71,7 +77,7 @@ class Balanced(ShortestQueue):
 
     def gone(self, instance: str) -> None:
         self.curves.pop(instance, None)
-        self._places.pop(instance, None)
+        self._memory.pop(instance, None)
         self._weights.pop(instance, None)
 
     # ---- learned
@@ -81,10 +87,22 @@ class Balanced(ShortestQueue):
         own = self.curves.get(instance)
         return (own.speed if own is not None else None) or self.fleet_curve.speed
 
+    def memory(self, instance: str) -> float:
+        """Tokens of context that fit an instance, as far as was seen; a new one is taken to be like the smallest."""
+        known = self._memory.get(instance)
+        if known is None:
+            return min(self._memory.values(), default=math.inf)
+        return known
+
     def places(self, load: InstanceLoad) -> int:
-        """Sequences that an instance runs at once, as far as was seen."""
-        seen = self._places.get(load.instance)
-        return load.max_running if seen is None else min(load.max_running, max(1, int(seen)))
+        """Sequences that an instance runs at once, with as much context as they have on average."""
+        fits = self.memory(load.instance) / max(1.0, self.lengths.mean_progress or self._context)
+        return int(max(1.0, min(load.max_running, fits)))
+
+    def engine(self, load: InstanceLoad, starts_s: float) -> Engine | None:
+        """An instance for a plan; None while its speed is not known."""
+        speed = self.speed(load.instance)
+        return None if speed is None else Engine(speed, load.max_running, starts_s, self.memory(load.instance))
 
     def room(self, load: InstanceLoad) -> int:
         if load.pending:
@@ -94,7 +112,7 @@ class Balanced(ShortestQueue):
     def fresh_room(self, load: InstanceLoad) -> int:
         if self.width >= 1.0:
             return self.room(load)
-        return min(self.room(load), max(1, round(self.width * self.places(load))))
+        return min(self.room(load), max(1, round(self.width * load.max_running)))
 
     def weight(self, load: InstanceLoad) -> float:
         known = self._weights.get(load.instance)
@@ -143,7 +161,7 @@ class Balanced(ShortestQueue):
     def _move_running(
         self, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
     ) -> list[Move]:
-        if not self.lengths.known or any(load.pending for load in loads):
+        if any(load.pending for load in loads):
             return []
         ordered = sorted(loads, key=lambda load: load.samples / self.weight(load))
         targets, sources = ordered[:PAIRS], ordered[::-1][:PAIRS]
@@ -188,10 +206,16 @@ class Balanced(ShortestQueue):
         return [held[2] for held in movable[:best]]
 
     def _held(self, samples: Sequence[PlacedSample]) -> list[tuple[float, float, int, int]]:
-        """(expected tokens left, context now, lease, moves). Each sample has a quantile of its own, always the same."""
+        """(expected tokens left, context now, lease, moves). Each sample has a quantile of its own, always the same.
+
+        Before any length is known, what has come so far is taken to go on for as long again.
+        """
+        known = self.lengths.known
         return [
             (
-                self.lengths.left_at(sample.output_tokens, sample.lease * GOLDEN % 1.0),
+                self.lengths.left_at(sample.output_tokens, sample.lease * GOLDEN % 1.0)
+                if known
+                else float(max(1, sample.output_tokens)),
                 float(sample.context_tokens),
                 sample.lease,
                 sample.moves,

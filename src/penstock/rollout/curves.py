@@ -144,6 +144,7 @@ class AnswerLengths:
         self._recent: deque[int] = deque(maxlen=kept)
         self._sorted: list[int] = []
         self._sums: list[int] = []
+        self._mean_progress = 0.0
         self._stale = False
         self._open: dict[int, list[int]] = {}
         self.groups: list[list[int]] = []
@@ -168,11 +169,18 @@ class AnswerLengths:
             self._sums = [0]
             for length in self._sorted:
                 self._sums.append(self._sums[-1] + length)
+            squares = sum(length * length for length in self._sorted)
+            self._mean_progress = squares / (2 * max(1, self._sums[-1]))
             self._stale = False
 
     @property
     def known(self) -> bool:
         return bool(self._sorted)
+
+    @property
+    def mean_progress(self) -> float:
+        """Tokens that a running answer has, averaged over the time that all of them run: E[n^2] / 2 E[n]."""
+        return self._mean_progress
 
     def left(self, so_far: int) -> float:
         """Expected tokens that an answer of `so_far` tokens has still to come; 0 where nothing is known."""

@@ -30,8 +30,13 @@ REMOTE_COUNTS = 0.25
 """A second that remote instances wait more than planned, against one of the trainer's: they are the cheaper ones."""
 MOST_CORRECTION = 0.2
 """Of the training time: more than that is not an error of the plan but a change of the fleet within the step."""
+NEAR = 0.25
+"""About a planned window's end, as a share of it, what is finished decides as much as time: behind the plan, the
+trainer would starve; ahead of it, it could train."""
 UNKNOWN = 0.4
-"""Share of finished samples at which the first step's window ends: enough to train on while the rest comes in."""
+"""Share of finished samples at which the first step's window ends, where nothing is known of the engines: enough to
+train on while the rest comes in. Else it is the reserved engines' part of all engines: then the others have left what
+they do in the same time again."""
 DAMPING = 2.0
 """Without a plan the window grows by the difference of the two waits over this: eta in RLBoost's Algorithm 1. A second
 more on one side is about a second less on the other, so that half the difference settles it."""
@@ -62,6 +67,8 @@ class WindowView:
     """Remote instances that work on the step, or are about to."""
     finished: float
     """Share of the step's samples."""
+    reserved: int = 0
+    """Engines that generate in the window; 0 where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +157,16 @@ class Offload:
             return Window(True, "no remote instance")
         plan = self.plans.get(view.fleet)
         if plan is None and not self.seconds:
-            return Window(view.finished < UNKNOWN, f"nothing is known yet: until {UNKNOWN:.0%} are finished")
+            share = view.reserved / (view.reserved + view.fleet) if view.reserved else UNKNOWN
+            return Window(view.finished < share, f"nothing is known yet: until {share:.0%} are finished")
         window_s = self.window_s(view.fleet)
+        generate = view.elapsed_s < window_s
+        if plan is not None and plan.finished > 0 and abs(view.elapsed_s - window_s) < NEAR * window_s:
+            generate = view.elapsed_s / window_s + view.finished / plan.finished < 2
         words = f"{window_s:.3g} s for {view.fleet} instances"
         if plan is not None:
             words += f" (planned {plan.window_s:.3g} s, corrected by {self.correction(view.fleet):+.2g} s)"
-        return Window(view.elapsed_s < window_s, words)
+        return Window(generate, words)
 
     def length_s(self, fleet: int) -> float | None:
         """The window of a fleet size; None where there is none: to the end of the step, or not known yet."""
@@ -187,7 +198,10 @@ class Offload:
             return
         if plan is None:
             before_s = self.window_s(fleet) if self.seconds else times.window_s
-            self.seconds[fleet] = max(0.0, before_s + (times.trainer_wait_s - times.remote_wait_s) / DAMPING)
+            fitted_s = max(0.0, before_s + (times.trainer_wait_s - times.remote_wait_s) / DAMPING)
+            if fitted_s != before_s or not self.seconds:
+                # What changes nothing must not become the nearest size to others.
+                self.seconds[fleet] = fitted_s
             self._note(fleet, before_s, times, 0.0, 0.0)
             return
         before_s = self.window_s(fleet)
@@ -231,7 +245,7 @@ def thinned(facts: Facts, most: int = MOST_REPLAYED) -> Facts:
     def scaled(engine: Engine) -> Engine:
         speed = engine.speed
         slower = Speed(speed.base_s, f * speed.sequence_s, f * speed.context_s, f * speed.prefill_s)
-        return Engine(slower, max(1, round(engine.places / f)), engine.starts_s)
+        return Engine(slower, max(1, round(engine.places / f)), engine.starts_s, engine.memory / f)
 
     training = facts.training
     fewer = max(1, round(training.micro_batch_samples / f))

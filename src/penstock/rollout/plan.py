@@ -13,9 +13,10 @@ sample.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.rollout.curves import Speed
 
@@ -25,6 +26,12 @@ WIDTHS = (0.06, 0.09, 0.13, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0)
 """Shares of an engine's places; neighbours differ by about the square root of two, and the optimum is flat."""
 WINDOWS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.65, 0.9)
 """First looked at, as shares of the training time."""
+GROWTH = 256
+"""Tokens that an engine keeps free for each running sequence when it lets another in, about as SGLang and vLLM do."""
+SLIVER = 1e-3
+"""Of a decode step, past the moment at which memory is full."""
+WAITING = 8
+"""Samples that may wait at an engine whose memory is full."""
 FINER = (0.05, -0.05, 0.025, -0.025)
 """Then around the best."""
 
@@ -35,6 +42,8 @@ class Engine:
     places: int
     starts_s: float = 0.0
     """When it may begin."""
+    memory: float = math.inf
+    """Tokens of context that fit at once; when more are there, the last one in is put back and prefilled again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,8 @@ class Plan:
     step_s: float = 0.0
     trainer_wait_s: float = 0.0
     remote_wait_s: float = 0.0
+    finished: float = 0.0
+    """Share of the samples that are finished when the window ends."""
 
 
 @dataclass(slots=True)
@@ -71,13 +82,17 @@ class _Running:
     steps: float = 0.0
     context: float = 0.0
     ends: list[tuple[float, int, float]] = field(default_factory=list)
+    pending: deque[tuple[float, int, float]] = field(default_factory=deque)
+    """(tokens left, group, prompt and full length) of those that memory has no room for."""
     fresh_room: int = 0
 
     def due(self) -> float:
-        """When its next sequence ends."""
-        return self.at_s + self.engine.speed.wall_s(
-            max(0.0, self.ends[0][0] - self.steps), len(self.ends), self.context
-        )
+        """When its next sequence ends, or its memory is full."""
+        count = len(self.ends)
+        steps = max(0.0, self.ends[0][0] - self.steps)
+        if count > 1 and self.context + steps * count > self.engine.memory:
+            steps = max(0.0, (self.engine.memory - self.context) / count) + SLIVER
+        return self.at_s + self.engine.speed.wall_s(steps, count, self.context)
 
     def advance(self, now: float) -> None:
         if now > self.at_s:
@@ -90,12 +105,44 @@ class _Running:
                 self.context += steps * count
             self.at_s = now
 
-    def admit(self, left: float, group: int, full: float) -> None:
+    @property
+    def may_have(self) -> int:
+        """Fresh sequences are given to it up to so many in all."""
+        return min(self.fresh_room, len(self.ends) + WAITING) if self.pending else self.fresh_room
+
+    @property
+    def held(self) -> int:
+        return len(self.ends) + len(self.pending)
+
+    def give(self, left: float, group: int, full: float) -> None:
         """`full`: context at its end."""
-        has = full - left
-        self.at_s += has * self.engine.speed.prefill_s
-        self.context += has
-        heapq.heappush(self.ends, (self.steps + left, group, full))
+        self.pending.append((left, group, full))
+        self.settle()
+
+    def settle(self) -> None:
+        """Puts back what does not fit, and lets in what does."""
+        while self.context > self.engine.memory and len(self.ends) > 1:
+            # Of those that it may be, the one with the most to come is about the last one in.
+            last = max(self.ends)
+            self.ends.remove(last)
+            heapq.heapify(self.ends)
+            left = last[0] - self.steps
+            self.context -= last[2] - left
+            self.pending.appendleft((left, last[1], last[2]))
+        while self.pending and self._fits(self.pending[0]):
+            left, group, full = self.pending.popleft()
+            has = full - left
+            self.at_s += has * self.engine.speed.prefill_s
+            self.context += has
+            heapq.heappush(self.ends, (self.steps + left, group, full))
+
+    def _fits(self, sequence: tuple[float, int, float]) -> bool:
+        count = len(self.ends)
+        if not count:
+            return True
+        if count >= self.engine.places:
+            return False
+        return self.context + sequence[2] - sequence[0] + GROWTH * (count + 1) <= self.engine.memory
 
 
 def replay(
@@ -128,41 +175,49 @@ def replay(
 
     def fill(index: int) -> None:
         engine = engines[index]
-        while moved and len(engine.ends) < engine.engine.places:
-            engine.admit(*moved.popleft())
-        while not moved and waiting and len(engine.ends) < engine.fresh_room:
-            engine.admit(*waiting.popleft())
+        engine.settle()
+        while moved and _takes_moved(engine):
+            engine.give(*moved.popleft())
+        while not moved and waiting and engine.held < engine.may_have:
+            engine.give(*waiting.popleft())
         if engine.ends:
             heapq.heappush(events, (engine.due(), index))
 
     # One to each in turn, as the shortest queue deals them.
-    while waiting and any(len(engine.ends) < engine.fresh_room for engine in engines):
+    while waiting and any(engine.held < engine.may_have for engine in engines):
         for engine in engines:
-            if waiting and len(engine.ends) < engine.fresh_room:
-                engine.admit(*waiting.popleft())
+            if waiting and engine.held < engine.may_have:
+                engine.give(*waiting.popleft())
     for index in range(len(engines)):
         fill(index)
     open_window = window_s > 0
     last_s = 0.0
+    samples = len(waiting) + sum(engine.held for engine in engines)
+    finished = 1.0 if open_window else 0.0
     while events:
         now, index = events[0]
         if open_window and now >= window_s:
             open_window = False
+            finished = 1 - sum(missing) / samples
             moved.extend(_hand_over([engine for engine in engines if not engine.remote], window_s))
             engines = [engine for engine in engines if engine.remote]
             events.clear()
             for engine in engines:
                 engine.advance(window_s)
-            while moved and any(len(engine.ends) < engine.engine.places for engine in engines):
+            while moved and any(_takes_moved(engine) for engine in engines):
                 for engine in engines:
-                    if moved and len(engine.ends) < engine.engine.places:
-                        engine.admit(*moved.popleft())
+                    if moved and _takes_moved(engine):
+                        engine.give(*moved.popleft())
             for index in range(len(engines)):
                 fill(index)
             continue
         heapq.heappop(events)
         engine = engines[index]
         engine.advance(now)
+        if engine.ends[0][0] - engine.steps > 2 * SLIVER:
+            # Its memory is full.
+            fill(index)
+            continue
         end, group, full = heapq.heappop(engine.ends)
         engine.steps = end
         engine.context = max(0.0, engine.context - full) if engine.ends else 0.0
@@ -173,7 +228,8 @@ def replay(
             complete.append((now, int(tokens)))
         fill(index)
     window_s = min(window_s, last_s)
-    return _trained(complete, len(groups[0]), training, width, window_s, last_s)
+    plan = _trained(complete, len(groups[0]), training, width, window_s, last_s)
+    return replace(plan, finished=finished)
 
 
 def best_plan(
@@ -219,12 +275,17 @@ def best_plan(
     return best
 
 
+def _takes_moved(engine: _Running) -> bool:
+    return engine.held < engine.engine.places and len(engine.pending) < WAITING
+
+
 def _hand_over(reserved: Sequence[_Running], now: float) -> list[tuple[float, int, float]]:
     """What the reserved engines hold, oldest prompt first."""
     rows = []
     for engine in reserved:
         engine.advance(now)
         rows += [(max(0.0, end - engine.steps), group, full) for end, group, full in engine.ends]
+        rows += engine.pending
     return sorted(rows, key=lambda row: row[1])
 
 

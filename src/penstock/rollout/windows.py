@@ -352,7 +352,8 @@ class Windows:
         batch = self._tracker.batch(step.batch)
         finished = (batch.finished + batch.failed) / batch.samples if batch is not None else float(step.submitted)
         elapsed_s = self._out.now - step.account.began_s
-        answer = self.policy.review(WindowView(elapsed_s, len(fleet), finished))
+        reserved = sum(1 for _ in self._reserved())
+        answer = self.policy.review(WindowView(elapsed_s, len(fleet), finished, reserved))
         length_s = self.policy.length_s(len(fleet))
         if self.turn is Turn.GENERATING and length_s != step.told_s:
             self._note(step, "planned", f"{len(fleet)} remote instances now", before_s=step.told_s)
@@ -376,11 +377,11 @@ class Windows:
     def _engines(self, balance: Balanced, instances: list[Instance]) -> list[Engine] | None:
         found = []
         for instance in instances:
-            speed = balance.speed(instance.id)
-            if speed is None:
-                return None
             load_s = self._measured.load_s.get(instance.id, self._measured.slowest_load_s)
-            found.append(Engine(speed, balance.places(self._load(instance)), load_s))
+            engine = balance.engine(self._load(instance), load_s)
+            if engine is None:
+                return None
+            found.append(engine)
         return found
 
     def _reserved(self) -> Iterator[Instance]:

@@ -35,9 +35,9 @@ def plan_step(world: World, fleet: list[Machine]) -> bool:
 
 def _engines(world: World, balance: Balanced, machines: list[Machine], starts_s: float) -> list[Engine] | None:
     found = []
-    for machine, load in zip(machines, world.loads(machines)):
-        speed = balance.speed(machine.name)
-        if speed is None:
+    for load in world.loads(machines):
+        engine = balance.engine(load, starts_s)
+        if engine is None:
             return None
-        found.append(Engine(speed, balance.places(load), starts_s))
+        found.append(engine)
     return found

@@ -145,7 +145,7 @@ class World:
         if step.planned_for != names and plan_step(self, fleet):
             step.planned_for = names
         share = step.finished / len(step.samples)
-        answer = window.review(WindowView(self.clock.now - step.began_s, len(fleet), share))
+        answer = window.review(WindowView(self.clock.now - step.began_s, len(fleet), share, len(self.reserved)))
         if not step.causes or step.causes[-1][1] != answer.cause:
             step.causes.append((self.clock.now, answer.cause))
         return answer.generate

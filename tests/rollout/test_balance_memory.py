@@ -1,0 +1,91 @@
+"""Memory that fills before places do: it is learned, planned with, and not filled beyond."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue, Report
+from penstock.rollout.balanced import Balanced
+from penstock.rollout.curves import Speed
+from penstock.rollout.offload import Offload, WindowView
+from penstock.rollout.plan import Engine, Plan, Training, replay
+
+SPEED = Speed(0.01, 1e-4, 1e-7, 1e-5)
+
+
+def report(instance: str, running: float, context: float, pending: int = 0) -> Report:
+    return Report(instance, 10.0, running, context, round(running * 500), 0, pending)
+
+
+def test_the_context_at_which_samples_wait_is_learned_and_bounds_places() -> None:
+    policy = Balanced(8)
+    load = InstanceLoad("a", 0, 256)
+    policy.report(report("a", 20, 40_000))
+    assert policy.places(load) == 256
+    policy.report(report("a", 50, 100_000, pending=30))
+    assert policy.memory("a") == 100_000
+    assert policy.places(load) == 50
+    for _ in range(100):
+        policy.report(report("a", 10, 20_000))
+    assert policy.memory("a") == 100_000
+    assert policy.memory("unknown") == 100_000
+    policy.gone("a")
+    assert policy.places(load) == 256
+
+
+def test_answers_that_are_known_say_how_many_fit() -> None:
+    policy = Balanced(8)
+    policy.report(report("a", 50, 100_000, pending=1))
+    for k in range(64):
+        policy.finished(k, 2000)
+    policy.batch_ended()
+    # On its way to 2000 tokens an answer has 1000 on average.
+    assert policy.places(InstanceLoad("a", 0, 256)) == 100
+
+
+def test_a_replay_with_little_memory_takes_longer_and_finishes_everything() -> None:
+    groups = [[800] * 8 for _ in range(16)]
+    training = Training(1e-5, 16)
+
+    def step_s(memory: float) -> float:
+        return replay(groups, 50, [Engine(SPEED, 64, 0.0, memory)] * 2, [], training, 1.0, 0.0).step_s
+
+    assert step_s(1e9) == pytest.approx(step_s(60_000), rel=1e-6)
+    assert step_s(20_000) > 1.2 * step_s(60_000)
+    assert step_s(1000) > step_s(20_000)
+
+
+def test_nothing_is_prefilled_twice_where_the_width_leaves_room_to_grow() -> None:
+    """With memory for 16 whole answers, 16 at a time never overflow it; 64 do, and pay for that in prefill alone."""
+    groups = [[500] * 8 for _ in range(16)]
+    dear = Speed(0.0, 1e-4, 0.0, 1e-3)
+    engine = Engine(dear, 64, 0.0, 16 * 550 + 16 * 256)
+    narrow, wide = (replay(groups, 50, [engine], [], Training(0.0, 16), width, 0.0).step_s for width in (0.25, 1.0))
+    assert narrow < wide
+
+
+def test_before_any_length_is_known_the_tail_of_a_step_is_levelled_too() -> None:
+    policy = Balanced(8)
+    for k in range(32):
+        wall_s = 500 * SPEED.step_s(4 + k, 1000.0 * (4 + k))
+        policy.report(Report("a" if k % 2 else "b", wall_s, 4 + k, 1000.0 * (4 + k), 500 * (4 + k), 0))
+    rows = {"a": [PlacedSample(k, 5000, 5500, True) for k in range(40)], "b": []}
+    moves = policy.moves(0, [InstanceLoad("a", 40, 64), InstanceLoad("b", 0, 64)], rows.__getitem__)
+    assert moves
+    assert {move.target for move in moves} == {"b"}
+    assert policy.assign(Queue(0), []) == []
+
+
+def test_the_first_window_lasts_until_the_reserved_engines_part_is_finished() -> None:
+    policy = Offload()
+    assert policy.review(WindowView(10.0, 2, 0.6, reserved=4)).generate
+    assert not policy.review(WindowView(10.0, 2, 0.7, reserved=4)).generate
+    assert not policy.review(WindowView(10.0, 8, 0.4, reserved=4)).generate
+
+
+def test_about_its_planned_end_a_window_follows_what_is_finished() -> None:
+    policy = Offload(plans={2: Plan(0.5, 100.0, finished=0.5)})
+    assert policy.review(WindowView(105.0, 2, 0.4)).generate
+    assert not policy.review(WindowView(95.0, 2, 0.6)).generate
+    assert policy.review(WindowView(70.0, 2, 1.0)).generate
+    assert not policy.review(WindowView(130.0, 2, 0.0)).generate
