@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.rollout.curves import Speed
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
-from penstock.rollout.offload import Facts, Offload, StepTimes, WindowView
+from penstock.rollout.offload import Facts, FixedWindow, Offload, StepTimes, WindowView, thinned
 from penstock.rollout.plan import Engine, Training, best_plan, replay
 
 SPEED = Speed(0.01, 1e-4, 1e-6, 1e-5)
@@ -88,6 +88,69 @@ def test_corrections_stay_bounded_whatever_is_measured(steps: list[tuple[float, 
         offload.ended(times(fleet=fleet, trainer_wait_s=wait_s, remote_wait_s=remote_s))
     assert all(abs(value) <= 60.0 for value in offload.corrections.values())
     assert offload.window_s(3) >= 0
+
+
+def test_what_changed_a_window_is_said_with_both_waits_and_the_fleet() -> None:
+    offload = Offload()
+    offload.plan(facts(3))
+    before = offload.window_s(3)
+    offload.ended(times(trainer_wait_s=offload.plans[3].trainer_wait_s + 10, remote_wait_s=1.5))
+    assert offload.learned is not None
+    assert (offload.learned.fleet, offload.learned.before_s) == (3, before)
+    assert offload.learned.window_s == offload.window_s(3) > before
+    for words in ("the trainer waited", "remote instances 1.5 s", "with 3 of them"):
+        assert words in offload.learned.cause
+    offload.ended(times(fleet=0))
+    assert offload.learned is None
+
+
+def test_without_speeds_the_window_follows_the_two_waits_and_stays_with_its_fleet_size() -> None:
+    offload = Offload()
+    offload.ended(times(fleet=3, window_s=20.0, trainer_wait_s=8.0, remote_wait_s=2.0))
+    assert offload.length_s(3) == pytest.approx(23.0)
+    offload.ended(times(fleet=8, window_s=23.0, trainer_wait_s=0.0, remote_wait_s=30.0))
+    assert offload.length_s(8) == pytest.approx(8.0)
+    assert offload.length_s(3) == pytest.approx(23.0)
+    assert offload.review(WindowView(22.0, 3, 0.9)).generate
+    assert not offload.review(WindowView(24.0, 3, 0.0)).generate
+    offload.ended(times(fleet=8, trainer_wait_s=0.0, remote_wait_s=1e6))
+    assert offload.length_s(8) == 0.0
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(0, 1e4), st.integers(0, 9), st.integers(0, 2)), max_size=30))
+def test_a_window_is_never_negative_and_always_says_why_it_changed(
+    steps: list[tuple[float, float, int, int]],
+) -> None:
+    offload = Offload()
+    for wait_s, remote_s, fleet, lost in steps:
+        seen, before = set(offload.seconds), {size: offload.length_s(size) for size in range(10)}
+        offload.ended(times(fleet=fleet, trainer_wait_s=wait_s, remote_wait_s=remote_s, preemptions=lost))
+        after = {size: offload.length_s(size) for size in range(10)}
+        assert all(length is None or length >= 0 for length in after.values())
+        known = {size for size in seen if before[size] != after[size]}
+        assert not known or (offload.learned is not None and offload.learned.cause)
+
+
+def test_a_window_that_is_given_stays_and_without_remote_instances_has_no_end() -> None:
+    window = FixedWindow(4.0)
+    assert window.review(WindowView(3.9, 2, 1.0)).generate
+    assert not window.review(WindowView(4.1, 2, 0.0)).generate
+    assert window.review(WindowView(1e6, 0, 0.0)).generate
+    window.ended(times(trainer_wait_s=100.0))
+    assert (window.length_s(2), window.length_s(0), window.learned) == (4.0, None, None)
+
+
+def test_a_large_step_is_planned_on_a_part_of_it_to_about_the_same_window() -> None:
+    groups = [[100 + 37 * (k * 4 + r) % 500 for r in range(4)] for k in range(512)]
+    training = Training(token_s=2e-5, micro_batch_samples=64, switch_s=0.5, rest_s=0.2)
+    engine = Engine(SPEED, 256)
+    whole = Facts(groups, 32, [engine] * 3, [engine] * 2, training)
+    part = thinned(whole, 512)
+    assert sum(map(len, part.groups)) == 512
+    assert thinned(part, 512) is part
+    one, other = (best_plan(f.groups, 32, f.remote, f.reserved, f.training) for f in (whole, part))
+    assert other.step_s == pytest.approx(one.step_s, rel=0.1)
+    assert other.window_s == pytest.approx(one.window_s, abs=0.1 * one.step_s)
 
 
 def test_a_step_with_a_loss_says_nothing_about_the_plan() -> None:
