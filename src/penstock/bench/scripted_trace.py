@@ -72,6 +72,8 @@ TOKENS_PER_S = 1200.0
 """Of one engine, over all that it runs."""
 MAX_RUNNING = 16
 MAX_PENDING = 8
+FRAME_STEPS = 2
+"""What is drawn is told so late at most; the simulator's machines tell at once."""
 MICRO_BATCH_SAMPLES = 16
 TRAIN_TOKEN_S = 2.8e-4
 HEARTBEAT_S = 0.5
@@ -356,7 +358,7 @@ def _config(model: Path) -> RunConfig:
                 "max_pending_per_instance": MAX_PENDING,
                 "window": "auto",
                 "sampling": {"max_new_tokens": MOST_TOKENS},
-                "engines": {"count": 0, "max_context_tokens": 1024, "frame_steps": 4},
+                "engines": {"count": 0, "max_context_tokens": 1024, "frame_steps": FRAME_STEPS},
             },
             "train": {
                 "device": "cpu",
