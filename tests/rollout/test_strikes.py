@@ -77,6 +77,21 @@ def test_what_kills_its_engine_three_times_is_set_aside_and_nobody_who_ran_besid
     assert (len(ended), ended.count(Finish.FAILED)) == (samples, 1)
 
 
+def test_where_machines_die_by_themselves_three_strikes_are_chance_and_an_hour_later_they_are_not() -> None:
+    for deaths, later_s, enough in ((0, 0.0, 3), (3, 0.0, 3), (8, 0.0, 5), (100, 0.0, 12), (100, 3600.0, 3)):
+        world = published()
+        for _ in range(deaths):
+            # At work or not: no sample of theirs is to blame.
+            world.lose(joined(world))
+        world.pass_time(later_s)
+        world.trainer(submit())
+        losses = 0
+        while not world.of_kind(SampleFailed):
+            world.lose(joined(world))
+            losses += 1
+        assert losses == enough, (deaths, later_s)
+
+
 def test_an_engine_has_one_suspect_at_a_time_and_the_next_one_when_that_has_a_token() -> None:
     world = published()
     first = joined(world)

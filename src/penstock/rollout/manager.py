@@ -21,6 +21,7 @@ from penstock.observe.events import ConnectionRefused, Event, FrameRefused, Rows
 from penstock.rollout.balance import BalancePolicy, load_policy
 from penstock.rollout.balancing import Balancing
 from penstock.rollout.batch import Batch, TrackedSample
+from penstock.rollout.blame import Blame
 from penstock.rollout.dispatching import Dispatching
 from penstock.rollout.fleet import Fleet, FleetConfig, Instance, State
 from penstock.rollout.journal import struck_records, tokens_record
@@ -108,6 +109,7 @@ class Manager:
         self._out = Outbox(wall_offset_s, min(config.max_frame_bytes, MAX_FRAME_BYTES))
         self.counts = self._out.counts
         self.tracker = Tracker(config.max_strikes)
+        self.blame = Blame(config.max_strikes)
         self.tracker.begin_epoch(epoch)
         self.balancing = Balancing(self.policy, self.tracker, WorkLog(self._emit, lambda: self._ts))
         self.epoch = epoch
@@ -314,6 +316,7 @@ class Manager:
     def tick(self, now: float) -> Decisions:
         """To be called a few times a second: deadlines, retries, announcements, status."""
         self._now = now
+        self.tracker.strikes_needed = self.blame.strikes_needed(now)
         for overdue, may_live in ((self.fleet.overdue, True), (self.stalls.overdue, False)):
             for instance, cause in overdue(now):
                 self._out.close(instance.peer, cause)
@@ -466,6 +469,9 @@ class Manager:
         evicted = self.tracker.evict(instance.id, f"{instance.id} is gone: {cause}", suspected)
         if evicted.struck:
             self._out.records(struck_records(evicted.struck))
+        elif instance.state is State.READY and not orderly:
+            self.blame.died_by_itself(self._now)
+            self.tracker.strikes_needed = self.blame.strikes_needed(self._now)
         self.fleet.lose(instance, cause, self._now, orderly)
         self.balancing.gone(instance.id)
         self.windows.gone(instance)

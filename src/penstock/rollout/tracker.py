@@ -29,6 +29,7 @@ is given to, it breaks. Who dies beside such a sample is innocent, so strikes ar
   what kills its engine does it with the same companions once and not three times.
 - Strikes are taken back (`forgive`) when their instance turns out to have lived, or not to have been to be trusted.
 - A sample's token ends its row; long samples on machines that vanish often are so not struck out.
+- More are asked for (`strikes_needed`) while machines die with nobody to blame.
 
 Forgiven or not, `LOSSES_A_STRIKE` times as many losses in a row end the same way: nothing is passed on for ever. An
 engine may also hand a sample back as ABORTED; that is no fault of the sample's, so only a long row of it without a
@@ -124,6 +125,8 @@ class Tracker:
 
     def __init__(self, max_strikes: int = 3) -> None:
         self._max_strikes = max_strikes
+        self.strikes_needed = max_strikes
+        """More than `max_strikes` while machines die by themselves, so that chance is not taken for guilt."""
         self._batches: dict[str, Batch] = {}
         self._placed: dict[str, dict[int, TrackedSample]] = {}
         self._trials: dict[str, TrackedSample] = {}
@@ -462,8 +465,8 @@ class Tracker:
             if strike:
                 self._strike(sample)
                 told.struck.append(sample)
-        if sample.strikes >= self._max_strikes or sample.losses >= LOSSES_A_STRIKE * self._max_strikes:
-            times = sample.strikes if sample.strikes >= self._max_strikes else sample.losses
+        if sample.strikes >= self.strikes_needed or sample.losses >= LOSSES_A_STRIKE * self._max_strikes:
+            times = sample.strikes if sample.strikes >= self.strikes_needed else sample.losses
             self._fail(sample, f"taken back {times} times without a new token; the last time: {cause}", told.finished)
             return False
         sample.lease = 0

@@ -1,0 +1,35 @@
+"""How sure a strike is: decides how many in a row set a sample aside, on days when machines die by themselves.
+
+Three machines that die under one sample are its doing where machines live; where they die all the time it is chance,
+and with thousands of samples somebody meets it three times. What tells the two apart is machines that die with nobody
+to blame: every sample of theirs had got on since it came, or their engine was broken. A few of those are an ordinary
+day, and change nothing. Pure: deaths and `now` in, a number out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+__all__ = ["Blame"]
+
+MEMORY_S = 60.0
+"""For which a death with nobody to blame is remembered."""
+ORDINARY = 4
+"""So many of them in that time make one strike more be asked for; fewer, none."""
+
+
+class Blame:
+    """`max_strikes`: on an ordinary day."""
+
+    def __init__(self, max_strikes: int) -> None:
+        self._max_strikes = max_strikes
+        self._nobodys: deque[float] = deque()
+
+    def died_by_itself(self, now: float) -> None:
+        """A machine was lost, and no sample of it is a suspect."""
+        self._nobodys.append(now)
+
+    def strikes_needed(self, now: float) -> int:
+        while self._nobodys and now - self._nobodys[0] > MEMORY_S:
+            self._nobodys.popleft()
+        return self._max_strikes + len(self._nobodys) // ORDINARY
