@@ -59,7 +59,7 @@ def kept(path: str, answer: Any) -> Any:
         return answer
     config = answer["vllm_config"]
     model = {name: config["model_config"][name] for name in ("model", "max_model_len", "logprobs_mode")}
-    scheduler = {"max_num_seqs": config["scheduler_config"]["max_num_seqs"]}
+    scheduler = {name: config["scheduler_config"][name] for name in ("max_num_seqs", "enable_chunked_prefill")}
     return {
         "vllm_config": {
             "model_config": model,

@@ -118,6 +118,14 @@ async def test_what_a_server_prefills_is_seen_in_its_figures(subject: Subject) -
     assert max(late - early for early, late in zip(before, after, strict=True)) >= len(prompt) - 16, (before, after)
 
 
+async def test_many_long_prefixes_at_once_are_taken(subject: Subject) -> None:
+    # As after the loss of a machine: more tokens than a server prefills in one step.
+    prompts = {40 + n: [(13 * place + 7 * n) % 64 for place in range(900)] for n in range(8)}
+    collected = await subject.run(prompts, Sampling(max_new_tokens=3))
+    assert set(collected.finishes.values()) == {Finish.LENGTH}, collected.causes
+    check(subject.model, prompts, collected)
+
+
 # These two come before any swap: what an adopted server holds is read from the folder that it was started on.
 
 

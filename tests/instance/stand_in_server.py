@@ -34,6 +34,7 @@ class StandIn:
         self.max_context_tokens = max_context_tokens
         self.logprobs_mode = "raw_logprobs"
         self.device = "stand-in"
+        self.chunked_prefill = True
         self.behave: Callable[[dict[str, Any]], str] = lambda body: ""
         self.load_fails: Callable[[str], bool] = lambda folder: False
         self.keeps_cache: Callable[[str], bool] = lambda folder: False
@@ -99,7 +100,7 @@ class StandIn:
         model = {"model": self.model, "max_model_len": self.max_context_tokens, "logprobs_mode": self.logprobs_mode}
         config = {
             "model_config": model,
-            "scheduler_config": {"max_num_seqs": 64},
+            "scheduler_config": {"max_num_seqs": 64, "enable_chunked_prefill": self.chunked_prefill},
             "device_config": {"device": self.device},
         }
         return web.json_response({"vllm_config": config})

@@ -292,6 +292,9 @@ async def test_a_server_whose_figures_would_not_be_the_models_is_refused(tmp_pat
         server.logprobs_mode, server.device = "raw_logprobs", "cpu"
         with pytest.raises(EngineError, match="only one side of tied embeddings"):
             await engine.update_weights(weights(0))
+        (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+        with pytest.raises(EngineError, match="start the server with --no-enable-chunked-prefill"):
+            await engine.update_weights(weights(0))
         assert server.folders == [], "nothing was loaded into it"
         server.device = "cuda"
         await engine.update_weights(weights(0))

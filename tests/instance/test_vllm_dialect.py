@@ -120,11 +120,15 @@ def test_events_that_make_no_sense_are_errors(data: bytes, reason: str) -> None:
 
 def test_on_a_machine_without_an_accelerator_one_process_does_the_work(tmp_path: Path) -> None:
     on_cpu, on_gpu = VllmDialect(cpu=True), VllmDialect(program="other", cpu=False)
-    assert "--distributed-executor-backend=uni" in on_cpu.command(tmp_path, "127.0.0.1", 8000, {})
+    plain = on_cpu.command(tmp_path, "127.0.0.1", 8000, {})
+    assert {"--distributed-executor-backend=uni", "--no-enable-chunked-prefill"} <= set(plain)
+    chunked = on_cpu.command(tmp_path, "127.0.0.1", 8000, {"enable-chunked-prefill": ""})
+    assert "--no-enable-chunked-prefill" not in chunked
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" in on_cpu.environment()
     split = on_cpu.command(tmp_path, "127.0.0.1", 8000, {"tensor-parallel-size": "2"})
     words = on_gpu.command(tmp_path, "127.0.0.1", 8000, {"enforce-eager": "", "port": "9000"})
     assert not any("executor" in word for word in (*split, *words)), "one process can't be two ranks"
+    assert not any("chunked" in word for word in words)
     assert words[:3] == ["other", "serve", str(tmp_path)]
     assert {"--enforce-eager", "--port=9000", "--enable-scale-out"} <= set(words)
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in on_gpu.environment()

@@ -34,7 +34,7 @@ DESCRIPTION = "the part of migration that needs engine servers: a preempted mach
 
 SAMPLES = 32
 PROMPT_TOKENS = 48
-ANSWER = Sampling(max_new_tokens=320)
+ANSWER = Sampling(max_new_tokens=440)
 KILL_AT_TOKENS = 64
 """Of each sample on average."""
 CONTEXT = 512
@@ -187,7 +187,7 @@ def rows(kind: str, cost: Cost) -> list[Result]:
 
 
 async def preempt(kind: str, folder: Path) -> Cost:
-    """One batch, all of it running on two machines, and the SIGKILL of one. Raises EngineError where that fails."""
+    """One batch, all of it running on two machines, and the SIGKILL of one."""
     engine: dict[str, Any] = {"kind": kind, "options": dict(KINDS[kind].options), "frame_steps": FRAME_STEPS}
     engine |= {"max_running": SAMPLES, "max_context_tokens": CONTEXT}
     rollout = {"heartbeat_s": HEARTBEAT_S, "load_deadline_s": START_S}
@@ -208,10 +208,8 @@ async def _preempt(house: House, http: aiohttp.ClientSession, kind: str) -> Cost
     drawn_before = await count.drawn(house, http, victim)
     prefilled_before = await count.prefilled(house, http, survivor)
     collected = await house.submit("preempted", asked(SAMPLES, apart=1), 1, ANSWER)
-    begun = sum(reached.values()) + SAMPLES * KILL_AT_TOKENS
-    await house.until(lambda: sum(reached_agent(house, name) for name in engines) > begun, "both at work", BATCH_S)
-    if house.status[-1].queued or collected.samples:
-        raise EngineError("a sample waits or has ended already, and all must run when the machine is lost")
+    begun = reached[victim] + SAMPLES // len(engines) * KILL_AT_TOKENS
+    await house.until(lambda: reached_agent(house, victim) > begun, f"{victim} to be in mid-answer", BATCH_S)
     # Chunks of all samples come in step, and what was waited for is one: a machine is lost at any moment.
     await asyncio.sleep(random.uniform(0.0, KILL_WITHIN_S))
     moved_before = len(house.events_of(SamplesMoved))

@@ -85,6 +85,9 @@ class VllmDialect:
             "generation-config": "vllm",
             "disable-uvicorn-access-log": "",
         }
+        if self._cpu and not any(name.endswith("chunked-prefill") for name in options):
+            # On CPU a seeded request whose prefill is cut ends the engine: vLLM would set its generator back a step.
+            own["no-enable-chunked-prefill"] = ""
         if self._cpu and not any(name.endswith("parallel-size") for name in options):
             # Two processes that hand each step to one another look for it without a pause, on cores that the
             # machine's others compute on; in one process there is nothing to look for.
@@ -123,6 +126,7 @@ class VllmDialect:
             ) from error
         try:
             model, mode = config["model_config"], config["model_config"]["logprobs_mode"]
+            chunked = config["scheduler_config"].get("enable_chunked_prefill")
             own = config_of(str(model["model"]))
             facts = ServerFacts(
                 software=f"vllm {version['version']}",
@@ -141,6 +145,11 @@ class VllmDialect:
             raise EngineError(
                 "on CPU vLLM reloads only one side of tied embeddings; start the server with "
                 """--hf-overrides='{"tie_word_embeddings": false}' on a folder that holds lm_head.weight"""
+            )
+        if chunked and facts.device == "cpu":
+            raise EngineError(
+                "on CPU vLLM dies of a seeded request whose prefill it cuts, as it does where many samples come at "
+                "once; start the server with --no-enable-chunked-prefill"
             )
         if mode != "raw_logprobs":
             raise EngineError(
