@@ -88,7 +88,10 @@ class FleetDesk:
         await self._edge.close()
 
     def _answer(self, call: Call, result: Sequence[Any] | None, cause: str) -> None:
-        self._carry_out(self._manager.on_provisioner(call, result, cause, time.monotonic()))
+        now = time.monotonic()
+        self._carry_out(self._manager.on_provisioner(call, result, cause, now))
+        # Nobody may hear of a machine that the next manager would not.
+        self.tick(now)
 
     def _write(self, now: float) -> None:
         self._written_at = now

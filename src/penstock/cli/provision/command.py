@@ -112,8 +112,10 @@ class CommandProvisioner:
             return
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         text = "".join(f"  {line}\n" for line in (printed[:TAIL_CHARS] + "\n" + said).splitlines() if line.strip())
-        with contextlib.suppress(OSError), self._log.open("a") as file:
-            file.write(f"{stamp} {shlex.join(words)}: {outcome}\n{text}")
+        with contextlib.suppress(OSError):
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("a") as file:
+                file.write(f"{stamp} {shlex.join(words)}: {outcome}\n{text}")
 
 
 def _text(file: IO[bytes]) -> str:

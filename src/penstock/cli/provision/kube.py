@@ -34,6 +34,8 @@ NAMES_TRIED = 5
 LISTS_TRIED = 3
 WATCH_S = 10
 """Of one watch; then the object is looked at."""
+PAUSE_S = 0.1
+"""Between two looks, where watches end at once."""
 GONE, CONFLICT, EXPIRED = 404, 409, 410
 
 
@@ -147,6 +149,7 @@ class KubernetesProvisioner:
             if time.monotonic() >= deadline:
                 raise ProvisionError(f"{name} is still there {self._grace_s + self._request_s:g} s after its deletion")
             self._watch(name)
+            time.sleep(PAUSE_S)
 
     def _gone(self, name: str) -> bool:
         try:
