@@ -97,6 +97,21 @@ async def test_a_server_has_the_environment_that_its_control_routes_and_this_mac
         await server.start(http, tmp_path, {})
 
 
+async def test_a_server_whose_port_another_one_took_did_not_start(
+    tmp_path: Path, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = f"{sys.executable} -c 'raise SystemExit(\"address in use\")' {{model}} {{port}}"
+    server = managed(tmp_path / "server.log", command)
+
+    async def another_answers(*_: object) -> bool:
+        await server._process.wait()  # type: ignore[union-attr]
+        return True
+
+    monkeypatch.setattr(VllmDialect, "is_up", another_answers)
+    with pytest.raises(EngineError, match="address in use"):
+        await server.start(http, tmp_path, {})
+
+
 async def test_a_server_that_never_answers_is_ended_at_its_deadline(
     tmp_path: Path, http: aiohttp.ClientSession
 ) -> None:

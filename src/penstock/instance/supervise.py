@@ -137,9 +137,13 @@ class ManagedServer:
                 start_new_session=True,
             )
         deadline = time.monotonic() + self._start_s
-        while not await self._dialect.is_up(http, self._url):
+        while True:
+            up = await self._dialect.is_up(http, self._url)
+            # Looked at even where somebody answers: on a port that was taken meanwhile, that is another server.
             if self._process.returncode is not None:
                 raise EngineError(f"the {self._dialect.kind} server did not start: {self._last_words()}")
+            if up:
+                return
             if time.monotonic() > deadline:
                 await self.close()
                 raise EngineError(
