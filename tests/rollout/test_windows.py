@@ -23,7 +23,8 @@ class TurnWorld(World):
         self.granted: list[TurnGranted] = []
         self.asked: list[SimulatedAgent] = []
         self._number = 0
-        super().__init__(ManagerConfig(max_pending_per_instance=2))
+        # Losses in a row are the tests' doing, and no fault of a sample's.
+        super().__init__(ManagerConfig(max_pending_per_instance=2, max_strikes=1000))
         self.publish(0)
 
     def carry_out(self, decisions: Decisions) -> None:
@@ -198,6 +199,28 @@ def test_an_evaluation_that_is_left_over_is_generated_here_once_the_step_is_trai
     assert world.done["eval-0"].samples == 2
 
 
+@pytest.mark.parametrize("window_s", [0.0, 5.0])
+def test_a_step_that_begins_while_an_evaluation_is_generated_has_its_own_window(window_s: float) -> None:
+    world = TurnWorld()
+    own = world.join_as("own", reserved=True)
+    world.say("begins", window_s=window_s)
+    world.trainer(submit(samples_per_prompt=2))
+    world.play_out()
+    world.say("wants", window_s=window_s)
+    world.hand_over()
+    world.trainer(submit("eval-0", samples_per_prompt=2, max_new_tokens=60))
+    world.say("trained", window_s=window_s)
+    assert own.sequences
+    world.join_as("spot", reserved=False)
+    world.say("begins", "train-1", window_s=window_s)
+    of_step = [(event.what, event.elapsed_s) for event in world.events if isinstance(event, WindowChanged)]
+    assert of_step[-1] == ("opened" if window_s else "closed", 0.0)
+    assert world.turn is (Turn.GENERATING if window_s else Turn.HANDING_OVER)
+    world.hand_over()
+    world.play_out()
+    assert world.done["eval-0"].samples == 2
+
+
 def test_a_manager_that_learns_late_that_the_trainer_has_its_devices_takes_them_from_the_engines() -> None:
     world = TurnWorld()
     own = world.join_as("own", reserved=True)
@@ -239,7 +262,7 @@ def world_heartbeat() -> Any:
 ACTIONS = st.sampled_from(["draw", "draw", "draw", "time", "join", "lose", "hand over", "wants", "waits", "own dies"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(ACTIONS, max_size=40), st.sampled_from([-1.0, 0.0, 0.3, 5.0]))
 def test_whatever_happens_a_step_ends_and_no_engine_runs_while_the_trainer_has_its_devices(
     actions: Sequence[str], window_s: float

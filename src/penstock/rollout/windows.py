@@ -250,14 +250,19 @@ class Windows:
         now = self._out.now
         whole = frame.state == "begins"
         step = self._step = _Step(frame.batch, frame.version, StepAccount(now, now), whole, frame.micro_batch_samples)
-        if self.turn is Turn.TRAINING:
-            self.turn = Turn.FREE
-        if whole and self.turn is Turn.FREE:
-            answer = self._review(step)
-            if answer.generate:
-                self._open(step, answer.cause)
-            else:
-                self._note(step, "closed", answer.cause)
+        if self.turn is Turn.HANDING_OVER:
+            return step
+        # An evaluation may have the engines at work.
+        generating, self.turn = self.turn is Turn.GENERATING, Turn.FREE
+        if not whole:
+            return step
+        answer = self._review(step)
+        if answer.generate:
+            self._open(step, answer.cause)
+        elif generating:
+            self._hand_over(step, answer.cause)
+        else:
+            self._note(step, "closed", answer.cause)
         return step
 
     def _why_generate(self, step: _Step) -> str:
