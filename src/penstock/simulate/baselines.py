@@ -6,7 +6,11 @@
 - `rlboost`: the paper's Algorithm 1 (window) and Algorithm 2 (delayed dispatch, then moves), N_prem as the number of
   machines. What its code lacks (instance allocation, moves between healthy instances, the case of no instance) is
   supplied as the paper has it.
-- `penstock`: the policies of `rollout`.
+- `rlboost-no-seeding`: the same, but its reserved machines never generate while there is a remote one.
+- `rlboost-forgetful`: the same with one window for all numbers of instances, so without its scheduler's memory.
+- `penstock`: the policies of `rollout`; `penstock-...`: with one of them switched off or put in the paper's place.
+
+A baseline's constants are its own (`Tuning`); `tuned` finds those that are best for it where it is compared.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report, ShortestQueue
@@ -22,9 +27,9 @@ from penstock.rollout.balanced import Balanced
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
 from penstock.rollout.offload import Offload, StepTimes, Window, WindowView
 from penstock.simulate.profiles import Profile
-from penstock.simulate.strategy import FixedSize, SizePolicy, Strategy
+from penstock.simulate.strategy import FixedSize, SizePolicy, Strategy, WindowPolicy
 
-__all__ = ["STRATEGIES", "Algorithm1", "Algorithm2", "PaperSize", "make_strategy"]
+__all__ = ["ABLATIONS", "STRATEGIES", "Algorithm1", "Algorithm2", "PaperSize", "Tuning", "make_strategy", "tuned"]
 
 UNBOUNDED = 1 << 20
 
@@ -62,6 +67,8 @@ class Algorithm1:
 
     eta: float = 3.0
     first_s: float = 200.0
+    remembers: bool = True
+    """A window for each number of instances; else one for all."""
     windows: dict[int, float] = field(default_factory=dict)
     _fleet: int = 0
 
@@ -76,8 +83,9 @@ class Algorithm1:
     def ended(self, times: StepTimes) -> None:
         fleet = self._fleet or round(times.fleet)
         if fleet:
+            known = fleet if self.remembers else 0
             change = (times.trainer_wait_s - times.remote_wait_s) / self.eta
-            self.windows[fleet] = max(0.0, self._window(fleet) + change)
+            self.windows[known] = max(0.0, self._window(known) + change)
 
     def _window(self, fleet: int) -> float:
         if fleet in self.windows or not self.windows:
@@ -154,45 +162,125 @@ class PaperSize:
         return self.wanted
 
 
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """RLBoost's constants: those of its code, where it has them."""
+
+    eta: float = 3.0
+    first_s: float = 200.0
+    max_pending: int = 16
+    knee: float = 0.2
+
+
+TRIED: dict[str, tuple[Any, ...]] = {
+    "eta": (1.5, 6.0),
+    "first_s": (100.0, 400.0),
+    "max_pending": (4, 64),
+    "knee": (0.1, 0.4),
+}
+"""Beside the constants of its code."""
+
+
+def tuned(throughput: Callable[[Tuning], float]) -> Tuning:
+    """The constants with the highest throughput, one after the other, each next to the best of those before it."""
+    best = Tuning()
+    reached = throughput(best)
+    for name, values in TRIED.items():
+        for value in values:
+            other = replace(best, **{name: value})
+            found = throughput(other)
+            if found > reached:
+                best, reached = other, found
+    return best
+
+
 def make_strategy(
-    name: str, profile: Profile, *, machines: int | None = None, ceiling: int = 32, first_s: float = 200.0
+    name: str,
+    profile: Profile,
+    *,
+    machines: int | None = None,
+    ceiling: int = 32,
+    tuning: Tuning | None = None,
 ) -> Strategy:
     """A fresh strategy; `machines` fixes the number of remote instances. Raises ConfigError for no such name."""
     if name not in STRATEGIES:
         raise ConfigError(f"there is no strategy {name!r}; there are: {', '.join(STRATEGIES)}")
     fixed = FixedSize(machines) if machines is not None else None
-    return STRATEGIES[name](profile, fixed, ceiling, first_s)
+    return STRATEGIES[name](profile, _Wish(name, fixed, ceiling, tuning or Tuning()))
 
 
-def _colocated(profile: Profile, fixed: FixedSize | None, ceiling: int, first_s: float) -> Strategy:
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a strategy is made for."""
+
+    name: str
+    fixed: FixedSize | None
+    ceiling: int
+    tuning: Tuning
+
+
+class _AlwaysWide(Balanced):
+    """Fills instances as far as they go, whatever a plan says."""
+
+    def fresh_room(self, load: InstanceLoad) -> int:
+        return self.room(load)
+
+
+def _colocated(profile: Profile, wish: _Wish) -> Strategy:
     return Strategy("colocated", StaticSplit(profile.prompts), Forever(), FixedSize(0), streaming=False)
 
 
-def _disaggregated(profile: Profile, fixed: FixedSize | None, ceiling: int, first_s: float) -> Strategy:
-    size = fixed or FixedSize(profile.reserved_instances)
+def _disaggregated(profile: Profile, wish: _Wish) -> Strategy:
+    size = wish.fixed or FixedSize(profile.reserved_instances)
     return Strategy("disaggregated", Balanced(8), None, size, spot=False)
 
 
-def _rlboost(profile: Profile, fixed: FixedSize | None, ceiling: int, first_s: float) -> Strategy:
-    size: SizePolicy = fixed or PaperSize(profile.reserved_instances, ceiling)
-    return Strategy("rlboost", Algorithm2(16), Algorithm1(first_s=first_s), size)
+def _rlboost(profile: Profile, wish: _Wish) -> Strategy:
+    tuning = wish.tuning
+    size: SizePolicy = wish.fixed or PaperSize(profile.reserved_instances, wish.ceiling)
+    window = Algorithm1(tuning.eta, tuning.first_s, remembers=wish.name != "rlboost-forgetful")
+    balance = Algorithm2(tuning.max_pending, knee=tuning.knee)
+    return Strategy(wish.name, balance, None if wish.name == "rlboost-no-seeding" else window, size)
 
 
-def _penstock(profile: Profile, fixed: FixedSize | None, ceiling: int, first_s: float) -> Strategy:
+def _penstock(profile: Profile, wish: _Wish) -> Strategy:
     config = FleetSizeConfig(
         floor=0,
-        ceiling=ceiling,
+        ceiling=wish.ceiling,
         reserved_price=profile.prices.reserved,
         instance_price=profile.prices.spot,
         start_s=profile.spot.boot_s,
     )
-    size: SizePolicy = fixed or FleetSize(config, profile.reserved_instances)
-    return Strategy("penstock", Balanced(8), Offload(), size)
+    size: SizePolicy = wish.fixed or FleetSize(config, profile.reserved_instances)
+    window: WindowPolicy | None = Offload()
+    balance = Balanced(8)
+    match wish.name:
+        case "penstock-no-window":
+            window = None
+        case "penstock-paper-window":
+            window = Algorithm1()
+        case "penstock-no-width":
+            balance = _AlwaysWide(8)
+        case "penstock-no-moves":
+            balance = Balanced(8, max_moves=0)
+        case "penstock-paper-size":
+            size = wish.fixed or PaperSize(profile.reserved_instances, wish.ceiling)
+    return Strategy(wish.name, balance, window, size)
 
 
-STRATEGIES: dict[str, Callable[[Profile, FixedSize | None, int, float], Strategy]] = {
+ABLATIONS = (
+    "penstock-no-window",
+    "penstock-paper-window",
+    "penstock-no-width",
+    "penstock-no-moves",
+    "penstock-paper-size",
+)
+STRATEGIES: dict[str, Callable[[Profile, _Wish], Strategy]] = {
     "colocated": _colocated,
     "disaggregated": _disaggregated,
     "rlboost": _rlboost,
+    "rlboost-no-seeding": _rlboost,
+    "rlboost-forgetful": _rlboost,
     "penstock": _penstock,
+    **dict.fromkeys(ABLATIONS, _penstock),
 }

@@ -96,10 +96,14 @@ def lower_bound_s(
     ready: Sequence[tuple[float, float]],
     strategy: Strategy,
 ) -> float:
-    """A clairvoyant bound on the step: the largest of three times that no policy can avoid.
+    """A clairvoyant bound on the step: the largest of four times that no policy can avoid.
 
     - Training on everything, after at least a switch where the reserved engines generate at all.
     - The longest answer alone on a machine, then training on its group.
+    - Training on everything after the first micro-batch is there. Passes are one after the other, so their times add up
+      to `train_s` at least, and none begins before as many groups are complete as a micro-batch takes. A group is not
+      complete before its longest answer has run alone, on a machine that held the weights from the start; so the first
+      micro-batch is not before the k-th smallest of those times over groups, where k groups make one.
     - The work: reserved engines can generate only while nobody trains, remote ones while they hold the weights.
     """
     training = profile.training
@@ -107,10 +111,12 @@ def lower_bound_s(
     tokens = [sum(s.length + s.prompt_tokens for s in samples[k : k + per]) for k in range(0, len(samples), per)]
     train_s = sum(tokens) * training.s_per_token + training.optimizer_s
     alone_s, last_s = 0.0, 0.0
+    complete_s: list[float] = []
     machine = min(profile.spot, profile.reserved, key=lambda one: one.step_base_s) if strategy.window else profile.spot
     for k, group in enumerate(tokens):
         longest = max(sample.length for sample in samples[k * per : (k + 1) * per])
         one = machine.step_base_s + machine.sequence_s + machine.context_s * (samples[0].prompt_tokens + longest / 2)
+        complete_s.append(one * longest)
         if one * longest + group * training.s_per_token > alone_s + last_s:
             alone_s, last_s = one * longest, group * training.s_per_token
     remote_work, reserved_work = work_s(profile.spot, samples), work_s(profile.reserved, samples)
@@ -124,7 +130,8 @@ def lower_bound_s(
         reserved = 0.0 if strategy.window is None and ready else profile.reserved_instances * free_s
         return remote / remote_work + reserved / reserved_work >= 1
 
-    low = max(train_s, alone_s + last_s + training.optimizer_s)
+    first_s = sorted(complete_s)[min(len(tokens), -(-training.micro_batch_samples // per)) - 1]
+    low = max(first_s + train_s, alone_s + last_s + training.optimizer_s)
     if enough(low):
         return low
     high = low
