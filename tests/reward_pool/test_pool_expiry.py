@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from virtual_loop import VirtualLoop
 
 from penstock.reward.expiry import Expiry
 
 
-class _Skip(selectors.SelectSelector):
-    """Waits by moving its loop's clock."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        self.now += timeout or 0.0
-        return super().select(0)
-
-
-class _VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self.skip = _Skip()
-        self.timers = 0
-        super().__init__(self.skip)
-
-    def time(self) -> float:
-        return self.skip.now
-
-    def call_at(self, *args: Any, **kwargs: Any) -> asyncio.TimerHandle:  # type: ignore[override]
-        self.timers += 1
-        return super().call_at(*args, **kwargs)
-
-
 def run(main: Coroutine[Any, Any, Any]) -> Any:
-    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
 
 
@@ -70,7 +46,7 @@ def test_who_is_past_its_time_is_cancelled_then_and_nobody_else_is() -> None:
 def test_a_thousand_tasks_of_one_time_out_take_a_few_timers_and_leave_nothing_behind() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        assert isinstance(loop, _VirtualLoop)
+        assert isinstance(loop, VirtualLoop)
         expiry = Expiry(loop)
         for _ in range(100):
             await asyncio.gather(*(timed(expiry, 10, asyncio.sleep(1)) for _ in range(10)))

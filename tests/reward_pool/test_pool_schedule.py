@@ -34,14 +34,17 @@ AWAY = Outcome(Kind.TURNED_AWAY, "429", 429)
 class AnyOrderOfEvents(RuleBasedStateMachine):
     """Jobs, answers, cancellations and time in any order, over endpoints that overlap in what they serve."""
 
-    @initialize(share=st.sampled_from([0.0, 0.05, 1.0]), reserve=st.sampled_from([1, 3, 50]))
-    def make(self, share: float, reserve: int) -> None:
-        self.options = PoolOptions(
-            hedge_share=share, hedge_after_s=0.5, retry_share=0.5, retry_reserve=reserve, attempts=3, max_queued=50
-        )
+    @initialize(
+        share=st.sampled_from([0.0, 0.05, 1.0]),
+        reserve=st.sampled_from([1, 3, 50]),
+        money=st.sampled_from([None, 2.0, 20.0]),
+    )
+    def make(self, share: float, reserve: int, money: float | None) -> None:
+        budgets = {"hedge_share": share, "retry_share": 0.5, "retry_reserve": reserve, "max_spend": money}
+        self.options = PoolOptions(hedge_after_s=0.5, attempts=3, max_queued=50, **budgets)  # type: ignore[arg-type]
         self.scheduler = Scheduler(
             [
-                Endpoint("http://a", models=("m", "both"), concurrency=2),
+                Endpoint("http://a", models=("m", "both"), concurrency=2, price_per_request=0.5),
                 Endpoint("http://b", models=("both", "tokens"), requests_per_minute=60, burst=2),
                 Endpoint("http://c", models=("tokens", "both"), tokens_per_minute=600),
             ],
@@ -63,11 +66,19 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             self._end(attempt, Outcome(Kind.CANCELLED))
         for attempt in self.scheduler.dispatch(self.now):
             self.live.append(attempt)
+            if attempt.job.model == "m" and not attempt.hedge:
+                self._nobody_was_due_before(attempt.job)
             self.starts[self.scheduler.places.index(attempt.place)].append(self.now)
         for job in self.scheduler.take_finished():
             assert job.number not in self.ended, "resolved twice"
             assert job.state is State.RESOLVED
             self.ended[job.number] = type(job.error).__name__
+
+    def _nobody_was_due_before(self, started: Job) -> None:
+        """So nothing starves: a job's due time is fixed as it comes, and only what is due before it goes before it."""
+        for number, job in self.jobs.items():
+            if number not in self.ended and job.model == "m" and job.state is State.WAITING:
+                assert (started.due, started.number) < (job.due, job.number)
 
     @rule(
         model=st.sampled_from(["m", "both", "tokens"]),
@@ -133,6 +144,12 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         earned = 0.5 * self.scheduler.jobs + self.options.retry_reserve * (1 + self.now / 100)
         assert self.scheduler.budget.spent <= earned + 1e-6
 
+    @invariant()
+    def no_more_money_is_spent_or_promised_than_there_is(self) -> None:
+        ledger = self.scheduler.ledger
+        assert ledger.reserved == pytest.approx(sum(attempt.money for attempt in self.live))
+        assert self.options.max_spend is None or ledger.spent + ledger.reserved <= self.options.max_spend + 1e-6
+
     def teardown(self) -> None:
         """Left alone with endpoints that work, every job ends."""
         if not hasattr(self, "scheduler"):
@@ -150,6 +167,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
                 self.now = max(self.now, wake)
         assert len(self.ended) == len(self.jobs)
         assert all(place.admission.in_flight == 0 for place in self.scheduler.places)
+        assert (self.scheduler.running, self.scheduler.waiting, self.scheduler.ledger.reserved) == (0, 0, 0.0)
 
 
 TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
