@@ -4,7 +4,7 @@ VENV ?= .venv
 # Made anew when what is asked for changes, or when another checkout uses the same environment.
 STAMP := $(VENV)/.installed-$(shell (cat pyproject.toml constraints.txt; pwd) | sha256sum | cut -c1-16)
 
-.PHONY: install demo demo-vllm demo-sglang test test-chaos test-engines test-trl test-verl test-ray
+.PHONY: install demo demo-vllm demo-sglang test test-chaos test-engines test-trl test-verl test-ray test-mooncake
 # Environments of other frameworks, each under the hash of what it is made from.
 CACHE := $(or $(XDG_CACHE_HOME),$(CURDIR)/.cache)/penstock
 made_from = $(shell (cat tests/integrations/requirements-$(1).txt constraints.txt; $(PYTHON) -VV) | sha256sum | cut -c1-16)
@@ -44,6 +44,17 @@ $(CACHE)/%/.installed:
 	$(@D)/bin/pip install -q --disable-pip-version-check -c constraints.txt torch
 	$(@D)/bin/pip install -q --disable-pip-version-check -c constraints.txt \
 	  -r tests/integrations/requirements-$(firstword $(subst -, ,$*)).txt
+	touch $@
+
+# Weights by Mooncake's transfer engine, over TCP where there is no RDMA. Needs its system libraries (the requirements say).
+test-mooncake:
+	$(MAKE) --no-print-directory $(CACHE)/mooncake-$(call made_from,mooncake)/.installed-alone
+	PYTHONPATH=src $(CACHE)/mooncake-$(call made_from,mooncake)/bin/pytest -p no:cacheprovider --noconftest \
+	  tests/weights/real_mooncake.py
+
+$(CACHE)/mooncake-%/.installed-alone:
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install -q --disable-pip-version-check -r tests/integrations/requirements-mooncake.txt
 	touch $@
 
 # Real engine servers, each in an environment of its own, on CPU.

@@ -24,12 +24,13 @@ from penstock.tls import client_context, server_context
 from penstock.weights import WeightStore
 from penstock.weights import mooncake as mooncake_module
 from penstock.weights import protocol as words
+from penstock.weights.addresses import parse_addresses
 from penstock.weights.manifest import Encoding
 from penstock.weights.memory import Recycled
 from penstock.weights.protocol import Way
 from penstock.weights.relay import Relay
 from penstock.weights.shm import PREFIX, SharedFetcher, SharedLender, SharedReader
-from penstock.weights.tcp import TcpTransport, parse_addresses
+from penstock.weights.tcp import TcpTransport
 from penstock.weights.tls_socket import relay_server_context
 from penstock.weights.transport import WayClosed
 from penstock.weights.ways import fetchers_of, lenders_of
@@ -42,10 +43,12 @@ async def test_links_stay_open_from_one_version_to_the_next() -> None:
         transport = TcpTransport(TOKEN)
         for version in range(3):
             assert_whole(await fetch(address, version, codec="raw", transport=transport, connections=2), version)
-        assert store.counters()["connections"] == 2
+        # The second one may find nothing left to fetch, and then is not opened.
+        opened = store.counters()["connections"]
+        assert opened <= 2
         transport.close()
         assert_whole(await fetch(address, 1, codec="raw", transport=transport), 1)
-        assert store.counters()["connections"] > 2
+        assert store.counters()["connections"] > opened
         transport.close()
 
 
@@ -188,7 +191,7 @@ async def test_shared_memory_that_was_written_over_is_found_out(tmp_path: Path) 
     async with store_of(0, lenders=[SharedLender(tmp_path)]) as (store, address):
         stream = store._versions[0].stream
         stream[5000] ^= 1
-        with pytest.raises(WeightError, match="wrong checksum"):
+        with pytest.raises(WeightError, match="tensor w of weight version 0 does not verify"):
             await fetch(address, 0, codec="raw", transport=TcpTransport(TOKEN, fetchers=[SharedFetcher()]))
 
 
@@ -378,7 +381,7 @@ class FakeEngine:
 
     def initialize(self, host: str, metadata: str, protocol: str, device: str) -> int:
         assert (metadata, protocol, device) == ("P2PHANDSHAKE", "tcp", "")
-        return 0 if host == "127.0.0.1" else -1
+        return -1 if host == "10.9.9.9" else 0
 
     def get_rpc_port(self) -> int:
         return 15555
@@ -392,7 +395,7 @@ class FakeEngine:
         return 0
 
     def transfer_sync_read(self, segment: str, own: int, address: int, nbytes: int) -> int:
-        assert segment == "127.0.0.1:15555"
+        assert segment == "127.0.0.1:15555"  # The store's, as it calls itself.
         for first in (own, address):
             if not any(start <= first and first + nbytes <= start + size for start, size in self.ranges.items()):
                 return -2

@@ -9,7 +9,6 @@ import pytest
 
 from penstock.cli import join
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError
 from penstock.train.processes import LocalProcesses
 
 
@@ -39,15 +38,16 @@ def test_each_option_of_the_weights_section_reaches_the_engines(tmp_path: Path) 
     assert joined(tmp_path, relay=True).relay_port == 0
     assert joined(tmp_path, resume=True).weights_folder == str(tmp_path / "weights" / "engine-0")
     assert joined(tmp_path, connections=5).connections == 5
+    assert joined(tmp_path).weights_ways == ("shm",)
+    assert joined(tmp_path, ways=["mooncake", "shm"]).weights_ways == ("mooncake", "shm")
+    assert joined(tmp_path, ways=[]).weights_ways == ()
 
 
-async def test_passing_weights_on_is_refused_where_the_run_speaks_tls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join, "tls_context", lambda _: object())
+def test_a_way_that_nobody_knows_is_refused() -> None:
     parser = argparse.ArgumentParser()
     join.add_arguments(parser)
-    args = parser.parse_args(["--manager", "https://m:1", "--relay-port", "0"])
-    with pytest.raises(ConfigError, match="without TLS"):
-        await join._Machine(args, "token")._session()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--manager", "http://m:1", "--weights-ways", "pigeon"])
 
 
 @pytest.mark.parametrize("port", ["-1", "65536", "x"])

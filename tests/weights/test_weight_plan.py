@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.errors import FrameTooLarge, WeightError, WireError
 from penstock.weights import ChunkEntry, Manifest, TensorEntry, decode_manifest, encode_manifest
+from penstock.weights.addresses import format_address, parse_address
 from penstock.weights.manifest import Encoding
 from penstock.weights.plan import (
     ChunkQueue,
@@ -35,7 +36,6 @@ from penstock.weights.protocol import (
     prove,
     proven,
 )
-from penstock.weights.tcp import format_address, parse_address
 
 
 def manifest_of(stream: bytes = bytes(range(24)), chunk_bytes: int = 8) -> Manifest:

@@ -11,30 +11,45 @@ import contextlib
 import shutil
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from penstock.errors import PenstockError
+from penstock.instance.loading import WeightLoader
 from penstock.weights import WeightStore
-from penstock.weights.tcp import parse_address
+from penstock.weights.addresses import parse_address
+from penstock.weights.ways import lenders_of
 
 TOKEN = "benchmark"
 NAMESPACE = "penstock-bench"
 HERE, THERE = "10.231.77.1", "10.231.77.2"
 PIECE_BYTES = 256 * 1024
+BE = "from penstock.bench.weights_link import be_an_instance; be_an_instance()"
 SERVE = "from penstock.bench.weights_link import serve_files; serve_files()"
 
 
 def serve_files() -> None:
-    """A store in this process: `host port chunk_bytes file...`; each file is a version of one bfloat16 tensor each MiB.
+    """A store in this process: `host port chunk_bytes ways file...`; each file is a version, a folder one of a model.
 
-    Prints its address, and for each line on standard input does what it says: `publish N` publishes file N.
+    Prints its address, and lives until standard input ends.
     """
-    host, port, chunk_bytes, *files = sys.argv[1:]
-    store = WeightStore("bench", host, int(port), TOKEN, chunk_bytes=int(chunk_bytes), keep_versions=len(files))
-    for version, path in enumerate(files):
-        store.publish(version, tensors_of(Path(path).read_bytes()), "{}")
+    host, port, chunk_bytes, ways, *files = sys.argv[1:]
+    lenders = lenders_of(ways.split(",") if ways else [], host)
+    store = WeightStore(
+        "bench", host, int(port), TOKEN, chunk_bytes=int(chunk_bytes), keep_versions=len(files), lenders=lenders
+    )
+    for version, name in enumerate(files):
+        path = Path(name)
+        if path.is_dir():
+            from penstock.instance.builtin.checkpoint import stage_folder
+
+            staged = stage_folder(path, version)
+            tensors = [(t.name, t.dtype, t.shape, staged.tensors[t.name]) for t in staged.manifest.tensors]
+            store.publish(version, tensors, staged.manifest.config_json)
+        else:
+            store.publish(version, tensors_of(path.read_bytes()), "{}")
     print(store.start(), flush=True)
     sys.stdin.read()
 
@@ -46,15 +61,74 @@ def tensors_of(data: bytes) -> list[tuple[str, str, tuple[int, ...], memoryview]
     return [(f"layer.{k}.weight", "BF16", (len(part) // 2,), part) for k, part in enumerate(parts)]
 
 
+def be_an_instance() -> None:
+    """An instance in this process, that passes weights on: `address delay_s codec`.
+
+    Gets version 0 and says "ready"; then gets each version that a line of standard input names, and says when it was
+    there (the machine's monotonic clock). The base stays version 0.
+    """
+    asyncio.run(_be_an_instance(sys.argv[1], float(sys.argv[2]), sys.argv[3]))
+
+
+async def _be_an_instance(store: str, delay_s: float, codec: str) -> None:
+    proxy, loader = DelayProxy(store, delay_s), WeightLoader(TOKEN, codec=codec, connections=4, relay_port=0)
+    async with proxy.listening() as address:
+        loader.serves(await loader.pull(address, 0, 300))
+        print("ready", proxy.passed, flush=True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            weights = await loader.pull(address, int(line), 300)
+            print(time.monotonic(), proxy.passed, flush=True)
+            del weights
+    await loader.close()
+
+
+class InstanceProcess:
+    """An instance in a process of its own."""
+
+    def __init__(self, store: str, delay_s: float, codec: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", BE, store, str(delay_s), codec],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def get(self, version: int) -> None:
+        if self._process.stdin is None:
+            raise PenstockError("an instance's process has no standard input")
+        self._process.stdin.write(f"{version}\n")
+        self._process.stdin.flush()
+
+    def said(self) -> tuple[str, int]:
+        """Its next line: a word or a time, and the bytes that the store has sent it so far."""
+        words = self._process.stdout.readline().split() if self._process.stdout is not None else []
+        if len(words) != 2:
+            raise PenstockError("an instance's process did not live to say what it was asked")
+        return words[0], int(words[1])
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
 class StoreProcess:
     """A weight store in a process of its own, in the namespace where one is given."""
 
     def __init__(
-        self, files: list[Path], chunk_bytes: int, namespace: str = "", host: str = "127.0.0.1", port: int = 0
+        self,
+        files: list[Path],
+        chunk_bytes: int,
+        namespace: str = "",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        ways: str = "",
     ) -> None:
         inside = ["ip", "netns", "exec", namespace] if namespace else []
         self._process = subprocess.Popen(
-            [*inside, sys.executable, "-c", SERVE, host, str(port), str(chunk_bytes), *map(str, files)],
+            [*inside, sys.executable, "-c", SERVE, host, str(port), str(chunk_bytes), ways, *map(str, files)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

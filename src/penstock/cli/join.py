@@ -88,6 +88,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--relay-port", type=port, metavar="N", help="pass weights on to other instances from here; 0 takes a free one"
     )
+    parser.add_argument(
+        "--weights-ways",
+        type=_ways,
+        default=("shm",),
+        metavar="W,W",
+        help="faster ways than TCP to the trainer's copy, where it has them: shm, mooncake; '' for none (shm)",
+    )
     parser.add_argument("--weights-folder", metavar="D", help="keep what came of a version here, and go on from it")
     parser.add_argument(
         "--load-deadline-s", type=positive, default=120.0, metavar="S", help="for one weight pull (%(default)s)"
@@ -145,6 +152,16 @@ def read_token(token_file: str | None) -> str:
     if not token:
         raise AuthError("no token: set the environment variable PENSTOCK_TOKEN or give --token-file")
     return token
+
+
+def _ways(text: str) -> tuple[str, ...]:
+    """Names with commas between them. Raises ArgumentTypeError for an unknown one."""
+    from penstock.weights.ways import WAYS
+
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if unknown := [name for name in names if name not in WAYS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: known are {', '.join(WAYS)}")
+    return names
 
 
 def build_engine(args: argparse.Namespace, progress: memoryview | None) -> Engine:
@@ -270,10 +287,6 @@ class _Machine:
 
         args = self._args
         tls = tls_context(args)
-        if tls is not None and args.relay_port is not None:
-            raise ConfigError(
-                "--relay-port passes weights on without TLS; leave it out where the run is spoken to over TLS"
-            )
         self._engine = build_engine(args, self._progress)
         self._agent = Agent(
             self._engine,
@@ -284,6 +297,7 @@ class _Machine:
             codec=args.weights_codec,
             keep_base=not args.no_weights_base,
             relay_port=args.relay_port,
+            ways=args.weights_ways,
             partial_folder=Path(args.weights_folder) if args.weights_folder else None,
             load_deadline_s=args.load_deadline_s,
             reconnect_s=args.reconnect_s,

@@ -50,6 +50,7 @@ from penstock.train.preflight import check as preflight
 from penstock.train.processes import FLEET_FILE, LocalProcesses
 from penstock.train.warm_start import ensure_model
 from penstock.weights import WeightStore
+from penstock.weights.ways import lenders_of
 
 if TYPE_CHECKING:
     from penstock.observe.summary import Summary
@@ -155,6 +156,7 @@ class _Run:
             keep_bytes=int(config.weights.keep_gib * 2**30),
             advertise=config.weights.advertise,
             tls=doors.store,
+            lenders=lenders_of(config.weights.ways, config.weights.advertise.partition(",")[0] or config.weights.host),
         )
         source = store.start()
         parts.callback(store.close)

@@ -253,6 +253,9 @@ class WeightsConfig(_Section):
     """Engines keep the version that they serve in host memory too, so that the next can come as a difference."""
     relay: bool = False
     """Engines pass on to each other what they have of a version, so that the trainer's link carries it about once."""
+    ways: list[Literal["shm", "mooncake"]] = ["shm"]
+    """Faster ways than TCP to the trainer's copy, the first choice first, where both ends have them: shared memory for
+    engines on this machine; Mooncake's transfer engine, which asks for no token and encrypts nothing."""
     resume: bool = False
     """Engines keep on disk what came of a version, so that one that is started again goes on from there."""
 
@@ -473,8 +476,6 @@ class RunConfig(_Section):
                 f"rollout.prompts_per_step={self.rollout.prompts_per_step} is not divisible by "
                 f"train.mini_batches_per_step={self.train.mini_batches_per_step}"
             )
-        if self.tls.cert and self.weights.relay:
-            raise ValueError("weights.relay passes weights on without TLS; leave it out where tls.cert is given")
         longest = self.data.max_prompt_tokens + self.rollout.sampling.max_new_tokens
         if longest > self.rollout.engines.max_context_tokens:
             raise ValueError(

@@ -16,7 +16,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,7 +26,7 @@ from penstock.errors import EngineError, FrameTooLarge, PenstockError, WireError
 from penstock.instance.engine import Engine
 from penstock.instance.leases import CAUSE_CHARACTERS, Leases
 from penstock.instance.liveness import Reconnect, StallWatch
-from penstock.instance.loading import WeightLoader, check_vocabulary
+from penstock.instance.loading import WeightLoader, came_by, check_vocabulary
 from penstock.instance.manager_link import ManagerLink, agent_url, words_of
 from penstock.weights.manifest import StagedWeights
 from penstock.weights.puller import DEFAULT_MAX_BYTES
@@ -86,7 +86,7 @@ class Agent:
     """Runs `engine` for the manager at `manager_url` until it is drained or can't go on.
 
     `connections` is the number of TCP connections of one weight pull, `load_deadline_s` its deadline; `codec`,
-    `keep_base`, `relay_port` and `partial_folder` are the `WeightLoader`'s. A lost manager
+    `keep_base`, `relay_port`, `partial_folder` and `ways` are the `WeightLoader`'s. A lost manager
     is dialled again for `reconnect_s` seconds. An engine that has work and makes no progress for `stall_s` is given up.
     `reserved`: on one of the trainer's own devices, which the manager is told. `start_s` is what the engine may take to
     start with its first weights, on top of `load_deadline_s`.
@@ -111,6 +111,7 @@ class Agent:
         keep_base: bool = True,
         relay_port: int | None = None,
         partial_folder: Path | None = None,
+        ways: Sequence[str] = (),
         tls: ssl.SSLContext | None = None,
         reserved: bool = False,
         start_s: float = 0.0,
@@ -131,6 +132,7 @@ class Agent:
             keep_base=keep_base,
             relay_port=relay_port,
             partial_folder=partial_folder,
+            ways=ways,
             tls=tls,
         )
         self._leases = Leases()
@@ -388,7 +390,7 @@ class Agent:
         check_vocabulary(staged.manifest, info.vocab_size)
         self._loader.serves(staged)
         load_s = time.monotonic() - began
-        log.info("serves weight version %d after %.2f s", frame.version, load_s)
+        log.info("serves weight version %d after %.2f s (%s)", frame.version, load_s, came_by(staged))
         await self._link.send(
             VersionReady(
                 version=frame.version,
@@ -397,6 +399,7 @@ class Agent:
                 max_running=info.max_running,
                 load_s=load_s,
                 bytes_fetched=staged.bytes_fetched,
+                way=came_by(staged)[:CAUSE_CHARACTERS],
             )
         )
 

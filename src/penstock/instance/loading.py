@@ -22,7 +22,7 @@ from penstock.weights.relay import Relay
 from penstock.weights.tcp import TcpTransport
 from penstock.weights.ways import fetchers_of
 
-__all__ = ["WeightLoader", "check_vocabulary"]
+__all__ = ["WeightLoader", "came_by", "check_vocabulary"]
 
 log = logging.getLogger("penstock.agent")
 
@@ -121,6 +121,11 @@ class WeightLoader:
         relay, self._relay = self._relay, None
         if relay is not None:
             await relay.close()
+
+
+def came_by(staged: StagedWeights) -> str:
+    """How a version came, for people: `delta by tcp`, `raw by shm`."""
+    return f"{' '.join(step.codec for step in staged.steps)} by {staged.way or 'itself'}".strip()
 
 
 def check_vocabulary(manifest: Manifest, vocab_size: int) -> None:

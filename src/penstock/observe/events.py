@@ -268,6 +268,8 @@ class WeightsLoaded(_Event, tag="weights_loaded"):
     version: int
     nbytes: int
     wall_s: float
+    way: str = ""
+    """How they came: codec and transport; with the cause where a faster transport could not be had."""
 
 
 class WeightsFailed(_Event, tag="weights_failed"):

@@ -282,6 +282,7 @@ class Fleet:
                 version=frame.version,
                 nbytes=frame.bytes_fetched,
                 wall_s=frame.load_s,
+                way=frame.way,
             )
         )
         if instance.state is State.LOADING:

@@ -188,6 +188,7 @@ class LocalProcesses:
     def _weight_arguments(self, name: str) -> list[str]:
         weights = self._config.weights
         arguments = ["--connections", str(weights.connections), "--weights-codec", weights.codec]
+        arguments += ["--weights-ways", ",".join(weights.ways)]
         if not weights.keep_base:
             arguments.append("--no-weights-base")
         if weights.relay:

@@ -131,11 +131,11 @@ class MooncakeLender:
 
 
 class MooncakeFetcher:
-    """The puller's side; `host` is this machine's address."""
+    """The puller's side; `host` is this machine's address. Raises MissingExtra or WayClosed."""
 
     kind = "mooncake"
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str) -> None:
         self._engine = _engine(host)
 
     def says(self) -> str:

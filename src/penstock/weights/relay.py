@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import WeightError
+from penstock.weights.addresses import format_address
 from penstock.weights.manifest import Encoding
 from penstock.weights.plan import Bytes
 from penstock.weights.protocol import GetOffers, NoSuchVersion, NotReady, Offers, Way
 from penstock.weights.server import Door, Lease, serve
-from penstock.weights.tcp import format_address
 from penstock.weights.tls_socket import relay_server_context
 
 __all__ = ["Relay"]

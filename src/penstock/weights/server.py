@@ -17,6 +17,7 @@ from typing import Protocol
 
 from penstock.errors import WeightError
 from penstock.tls import certificate_role
+from penstock.weights.addresses import format_address
 from penstock.weights.choose import choose
 from penstock.weights.manifest import Encoding
 from penstock.weights.plan import MAX_BATCH, Bytes, digest
@@ -48,7 +49,7 @@ from penstock.weights.protocol import (
     prove,
     proven,
 )
-from penstock.weights.tcp import IO_S, Framed, FramedSocket, format_address
+from penstock.weights.tcp import IO_S, Framed, FramedSocket
 from penstock.weights.tls_socket import TlsSocket
 
 AGENT = "agent"

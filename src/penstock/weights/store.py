@@ -10,7 +10,6 @@ interpreter's lock is free, because the time goes into the kernel's send, into n
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import ssl
@@ -18,23 +17,32 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
-from penstock.errors import MissingExtra, PortInUse, WeightError
-from penstock.weights.encodings import Encoded, Estimate, encode, estimate, raw_manifest_of
+from penstock.errors import MissingExtra, WeightError
+from penstock.weights.addresses import advertised, format_address, listen, outward_address
+from penstock.weights.encodings import Estimate, encode, estimate
+from penstock.weights.leases import CodedLease, RawLease
 from penstock.weights.manifest import Encoding, Manifest, TensorEntry, encode_manifest, sign_manifest
 from penstock.weights.memory import host_buffer, usable_cores
 from penstock.weights.offers import codecs_of, offers_of
-from penstock.weights.plan import CODECS, Bytes, check_tensor, cut_runs, digest, tensor_offsets
+from penstock.weights.plan import CODECS, tensor_offsets
 from penstock.weights.protocol import GetOffers, NoSuchVersion, NotReady, Offers, Way
+from penstock.weights.published import (
+    Coded,
+    Publication,
+    TensorSource,
+    Version,
+    comparable,
+    copy_into,
+    described,
+    scheme_of_codec,
+    version_of,
+)
 from penstock.weights.quantization import SCHEME_DTYPES, quantize
 from penstock.weights.server import Door, Lease, serve
-from penstock.weights.tcp import format_address
 from penstock.weights.transport import Lender
 
-COPY_BYTES = 16 * 1024 * 1024
-"""Copied at once while publishing; other threads of the trainer run in between."""
 STOP_S = 5.0
 SOON_S = 2.0
 KEEP_DELTAS = 64
@@ -42,57 +50,7 @@ KEEP_DELTAS = 64
 
 log = logging.getLogger(__name__)
 
-TensorSource = tuple[str, str, tuple[int, ...], Bytes]
-"""Name, dtype as in safetensors, shape, and a contiguous buffer of the raw little-endian bytes."""
 T = TypeVar("T")
-
-
-@dataclass(slots=True, eq=False)
-class _Version:
-    """One version as it is served; never changed while it is in the store's table."""
-
-    manifest: Manifest
-    signed: bytes
-    stream: memoryview
-    readers: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Coded:
-    """An encoding as it is served."""
-
-    encoded: Encoded
-    signed: bytes
-
-
-class Publication:
-    """A version whose bytes are copied; its checksums come behind."""
-
-    def __init__(self, raw_nbytes: int, manifest: Future[Manifest]) -> None:
-        self.raw_nbytes = raw_nbytes
-        self._manifest = manifest
-
-    def manifest(self) -> Manifest:
-        """Waits until the version can be had."""
-        return self._manifest.result()
-
-    @property
-    def digest(self) -> str:
-        return self.manifest().digest
-
-    def digest_later(self) -> Future[str]:
-        """Done once the version can be had, failed where it never will be."""
-        later: Future[str] = Future()
-
-        def tell(done: Future[Manifest]) -> None:
-            error = done.exception()
-            if error is None:
-                later.set_result(done.result().digest)
-            else:
-                later.set_exception(error)
-
-        self._manifest.add_done_callback(tell)
-        return later
 
 
 class WeightStore:
@@ -131,12 +89,12 @@ class WeightStore:
         self._advertise = advertise
         self._tls = tls
         self._lock = threading.Lock()
-        self._versions: dict[int, _Version] = {}
+        self._versions: dict[int, Version] = {}
         self._pending: dict[int, Future[Manifest]] = {}
-        self._coded: dict[Encoding, Future[_Coded]] = {}
+        self._coded: dict[Encoding, Future[Coded]] = {}
         self._estimates: dict[Encoding, Estimate] = {}
         self._relays: dict[Encoding, list[str]] = {}
-        self._quantized: dict[tuple[int, str], Future[_Version]] = {}
+        self._quantized: dict[tuple[int, str], Future[Version]] = {}
         """By version and scheme, as far as somebody has asked."""
         self._deltas_wanted: set[str] = set()
         """Codecs."""
@@ -156,7 +114,7 @@ class WeightStore:
         """Listens and returns the address that agents pull from. Raises PortInUse, or WeightError for a bad host."""
         if self._thread is not None:
             raise WeightError(f"the weight store listens on {self.address} already")
-        listener = _listen(self._host, self._port)
+        listener = listen(self._host, self._port)
         self._port = listener.getsockname()[1]
         ready = threading.Event()
         self._thread = threading.Thread(
@@ -171,13 +129,8 @@ class WeightStore:
     def address(self) -> str:
         """host:port as agents reach the store."""
         if self._advertise:
-            return ",".join(self._advertised(one.strip()) for one in self._advertise.split(","))
-        return format_address(_outward_address() if self._host in ("", "0.0.0.0", "::") else self._host, self._port)
-
-    def _advertised(self, name: str) -> str:
-        host, colon, port = name.rpartition(":")
-        has_port = colon and port.isdecimal() and (":" not in host or host.endswith("]"))
-        return name if has_port else format_address(name.strip("[]"), self._port)
+            return advertised(self._advertise, self._port)
+        return format_address(outward_address() if self._host in ("", "0.0.0.0", "::") else self._host, self._port)
 
     def versions(self) -> list[int]:
         """Versions held now, oldest first."""
@@ -219,11 +172,11 @@ class WeightStore:
                 raise WeightError(f"weight version {version} is published already; a version never changes")
             self._pending[version] = done
         try:
-            entries, sources = _described(tensors)
+            entries, sources = described(tensors)
             offsets = tensor_offsets(entries)
             stream = self._buffer(offsets[-1])
             for start, source in zip(offsets, sources):
-                _copy(stream[start : start + len(source)], source)
+                copy_into(stream[start : start + len(source)], source)
             for lender in self._lenders.values():
                 lender.lend(stream)
             self._publishing.submit(self._complete, version, entries, stream, config_json, done)
@@ -252,29 +205,8 @@ class WeightStore:
             raise
         done.set_result(held.manifest)
 
-    def _held_version(self, version: int, entries: list[TensorEntry], stream: memoryview, config_json: str) -> _Version:
-        offsets = tensor_offsets(entries)
-        bare = Manifest(
-            run=self._run,
-            version=version,
-            codec="raw",
-            base=None,
-            config_json=config_json,
-            tensors=tuple(
-                TensorEntry(
-                    name=entry.name,
-                    dtype=entry.dtype,
-                    shape=entry.shape,
-                    nbytes=entry.nbytes,
-                    xxh3=digest(stream[start : start + entry.nbytes]),
-                )
-                for entry, start in zip(entries, offsets)
-            ),
-            chunks=(),
-        )
-        raw = raw_manifest_of(bare, stream, cut_runs(entries, self._chunk_bytes))
-        manifest = sign_manifest(raw, self._token)
-        return _Version(manifest, encode_manifest(manifest), stream)
+    def _held_version(self, version: int, entries: list[TensorEntry], stream: memoryview, config_json: str) -> Version:
+        return version_of(self._run, version, entries, stream, config_json, self._chunk_bytes, self._token)
 
     def close(self) -> None:
         """Stops serving and closes every connection; a second call does nothing."""
@@ -348,11 +280,11 @@ class WeightStore:
     def _code_ahead(self, before: Manifest, now: Manifest) -> None:
         """Begins the difference that agents will ask for; the lock is held by the caller."""
         # Only while its base is there: a trainer that publishes faster than this encodes skips some.
-        if before.version in self._versions and _comparable(before, now):
+        if before.version in self._versions and comparable(before, now):
             for codec in self._deltas_wanted:
                 self._code(Encoding(now.version, codec, before.version))
 
-    def _quantize(self, version: int, scheme: str) -> Future[_Version]:
+    def _quantize(self, version: int, scheme: str) -> Future[Version]:
         """The version quantized, under way or done; the lock is held by the caller."""
         found = self._quantized.get((version, scheme))
         if found is not None and not (found.done() and found.exception() is not None):
@@ -364,16 +296,16 @@ class WeightStore:
         found = self._quantized[version, scheme] = self._encoding.submit(self._quantized_version, held, scheme)
         return found
 
-    def _quantized_version(self, held: _Version, scheme: str) -> _Version:
+    def _quantized_version(self, held: Version, scheme: str) -> Version:
         try:
             threads = self._threads if self._cores > 1 else None
             manifest, stream = quantize(held.manifest, held.stream, scheme, threads)
             self.count(f"quantized_{scheme}")
-            return _Version(manifest, b"", stream)
+            return Version(manifest, b"", stream)
         finally:
             self._release(held)
 
-    def _code(self, key: Encoding) -> Future[_Coded]:
+    def _code(self, key: Encoding) -> Future[Coded]:
         """The encoding, under way or done, begun by whoever wants it first; the lock is held by the caller."""
         coded = self._coded.get(key)
         if coded is not None and not (coded.done() and coded.exception() is not None):
@@ -382,7 +314,7 @@ class WeightStore:
         base = None if key.base is None else self._versions.get(key.base)
         if held is None or (key.base is not None and base is None):
             raise NoSuchVersion(f"it does not hold {key} (held: {self._names()})")
-        if base is not None and not _comparable(base.manifest, held.manifest):
+        if base is not None and not comparable(base.manifest, held.manifest):
             raise NoSuchVersion(f"it has no difference of version {key.version} to {key.base}: other tensors")
         for one in (held, base):
             if one is not None:
@@ -393,9 +325,7 @@ class WeightStore:
         coded = self._coded[key] = self._encoding.submit(self._encode, key, held, base, quantized)
         return coded
 
-    def _encode(
-        self, key: Encoding, held: _Version, base: _Version | None, quantized: list[Future[_Version]]
-    ) -> _Coded:
+    def _encode(self, key: Encoding, held: Version, base: Version | None, quantized: list[Future[Version]]) -> Coded:
         try:
             new = quantized[0].result() if quantized else held
             old = quantized[1].result() if quantized and base is not None else base
@@ -409,7 +339,7 @@ class WeightStore:
             )
             self.count(f"encoded_{key.codec}")
             signed = encode_manifest(sign_manifest(encoded.manifest, self._token))
-            return _Coded(encoded, signed)
+            return Coded(encoded, signed)
         finally:
             for one in (held, base):
                 if one is not None:
@@ -451,7 +381,7 @@ class WeightStore:
                 for one in ask.held
                 if (base := shown[one.version]) is not None
                 and base.manifest.digest == one.digest
-                and _comparable(base.manifest, new.manifest)
+                and comparable(base.manifest, new.manifest)
             }
             pinned = [held, *(self._versions[version] for version in bases)]
             for version in pinned:
@@ -465,7 +395,7 @@ class WeightStore:
             for version in pinned:
                 self._release(version)
 
-    def _shown(self, version: int, scheme: str) -> _Version | None:
+    def _shown(self, version: int, scheme: str) -> Version | None:
         """A version that is held, as it is or quantized; None where it is not there. The lock is held."""
         if version not in self._versions or not scheme:
             return self._versions.get(version)
@@ -480,7 +410,7 @@ class WeightStore:
                 if coded.done() and coded.exception() is None
             }
 
-    def _estimated(self, key: Encoding, held: _Version, bases: dict[int, _Version]) -> Estimate | None:
+    def _estimated(self, key: Encoding, held: Version, bases: dict[int, Version]) -> Estimate | None:
         found = self._estimates.get(key)
         if found is None:
             base = None if key.base is None else bases[key.base].stream
@@ -496,7 +426,7 @@ class WeightStore:
         if encoding.codec == "raw":
             await self._published(encoding.version, wait_s)
             held = self._hold(encoding.version)
-            return _RawLease(self, held)
+            return RawLease(held, self._release, self._lenders)
         if encoding.codec not in CODECS:
             raise NoSuchVersion(f"it knows no codec {encoding.codec!r}")
         await self._published(encoding.version, wait_s)
@@ -504,7 +434,7 @@ class WeightStore:
             if encoding.base is not None:
                 self._deltas_wanted.add(encoding.codec)
             coding = self._code(encoding)
-        return _CodedLease(await _within(coding, wait_s, f"{encoding} is being encoded"))
+        return CodedLease(await _within(coding, wait_s, f"{encoding} is being encoded"))
 
     def ways(self, said: Sequence[str]) -> tuple[Way, ...]:
         found = (self._lenders[kind].way(one) for one in said if (kind := one.partition(":")[0]) in self._lenders)
@@ -545,7 +475,7 @@ class WeightStore:
         if pending is not None:
             await _within(pending, wait_s, f"weight version {version} is being published")
 
-    def _hold(self, version: int) -> _Version:
+    def _hold(self, version: int) -> Version:
         with self._lock:
             held = self._versions.get(version)
             if held is None:
@@ -553,62 +483,10 @@ class WeightStore:
             held.readers += 1
             return held
 
-    def _release(self, held: _Version) -> None:
+    def _release(self, held: Version) -> None:
         with self._lock:
             held.readers -= 1
             self._collect()
-
-
-class _RawLease:
-    """A raw version, straight from the trainer's copy, which is kept as long as this is open."""
-
-    def __init__(self, store: WeightStore, held: _Version) -> None:
-        self._store = store
-        self._held = held
-        self.manifest = held.signed
-        self.chunks = len(held.manifest.chunks)
-
-    def nbytes(self, index: int) -> int:
-        return self._held.manifest.chunks[index].nbytes
-
-    def place(self, index: int, kind: str) -> tuple[str, int] | None:
-        lender = self._store._lenders.get(kind)
-        place = lender.place(self._held.stream) if lender is not None else ""
-        return (place, self._held.manifest.chunks[index].offset) if place else None
-
-    async def chunk(self, index: int) -> Bytes:
-        chunk = self._held.manifest.chunks[index]
-        return self._held.stream[chunk.offset : chunk.offset + chunk.nbytes]
-
-    def close(self) -> None:
-        self._store._release(self._held)
-
-
-class _CodedLease:
-    """An encoding; its bytes live as long as somebody refers to them."""
-
-    def __init__(self, coded: _Coded) -> None:
-        self._chunks = coded.encoded.chunks
-        self.manifest = coded.signed
-        self.chunks = len(self._chunks)
-
-    def nbytes(self, index: int) -> int:
-        return len(self._chunks[index])
-
-    def place(self, index: int, kind: str) -> tuple[str, int] | None:
-        return None
-
-    async def chunk(self, index: int) -> Bytes:
-        return self._chunks[index]
-
-    def close(self) -> None:
-        self._chunks = ()
-
-
-def scheme_of_codec(codec: str) -> str:
-    """The quantization that a codec goes with; empty for none."""
-    scheme = codec.removesuffix("-delta")
-    return scheme if scheme in SCHEME_DTYPES else ""
 
 
 async def _within(future: Future[T], wait_s: float, what: str) -> T:
@@ -620,59 +498,3 @@ async def _within(future: Future[T], wait_s: float, what: str) -> T:
             return await asyncio.shield(asyncio.wrap_future(future))
     except TimeoutError:
         raise NotReady(f"{what}, and not ready after {wait_s:g} s") from None
-
-
-def _comparable(one: Manifest, other: Manifest) -> bool:
-    """Whether one can be a difference to the other: the same tensors, apart from their values."""
-    return [(t.name, t.dtype, t.shape) for t in one.tensors] == [(t.name, t.dtype, t.shape) for t in other.tensors]
-
-
-def _described(tensors: Iterable[TensorSource]) -> tuple[list[TensorEntry], list[memoryview]]:
-    entries: list[TensorEntry] = []
-    sources: list[memoryview] = []
-    names: set[str] = set()
-    for name, dtype, shape, buffer in tensors:
-        source = memoryview(buffer)
-        if not source.c_contiguous:
-            raise WeightError(f"the buffer of tensor {name} is not contiguous")
-        entry = TensorEntry(name=name, dtype=dtype, shape=tuple(shape), nbytes=source.nbytes, xxh3=0)
-        check_tensor(entry)
-        if name in names:
-            raise WeightError(f"tensor {name} is given twice")
-        names.add(name)
-        entries.append(entry)
-        # An empty view can't be cast; it has no bytes to copy either.
-        sources.append(source.cast("B") if source.nbytes else memoryview(b""))
-    return entries, sources
-
-
-def _copy(into: memoryview, source: memoryview) -> None:
-    for start in range(0, len(source), COPY_BYTES):
-        end = min(start + COPY_BYTES, len(source))
-        into[start:end] = source[start:end]
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=256)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(
-                f"the weight store can't listen on {format_address(host, port)}: the port is in use; "
-                "set weights.port to another one, or to 0 for any free one"
-            ) from error
-        raise WeightError(f"the weight store can't listen on {format_address(host, port)}: {error}") from error
-    listener.setblocking(False)
-    return listener
-
-
-def _outward_address() -> str:
-    """This machine's address on the way out; a datagram socket picks a route without sending anything."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # 192.0.2.1 is set aside for documentation (RFC 5737); no packet goes there.
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return socket.gethostname()
-        return str(probe.getsockname()[0])

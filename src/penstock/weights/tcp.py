@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from penstock.errors import WeightError
+from penstock.weights.addresses import format_address, parse_addresses
 from penstock.weights.manifest import Encoding
 from penstock.weights.plan import digest
 from penstock.weights.protocol import (
@@ -399,22 +400,3 @@ async def _open(host: str, port: int) -> socket.socket:
         else:
             return sock
     raise error
-
-
-def parse_addresses(source: str) -> list[tuple[str, int]]:
-    """`host:port`, or several with commas between them. Raises WeightError."""
-    return [parse_address(one.strip()) for one in source.split(",")]
-
-
-def parse_address(source: str) -> tuple[str, int]:
-    """`host:port` or `[v6]:port`. Raises WeightError."""
-    host, colon, port = source.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise WeightError(f"{source!r} is not the address of a weight store; expected host:port")
-    return host, int(port)
-
-
-def format_address(host: str, port: int) -> str:
-    """The inverse of `parse_address`."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from penstock.weights.addresses import outward_address
 from penstock.weights.shm import SharedFetcher, SharedLender
 from penstock.weights.transport import Fetcher, Lender, WayClosed
 
@@ -39,7 +40,7 @@ def _fetcher(name: str) -> Fetcher:
         return SharedFetcher()
     from penstock.weights.mooncake import MooncakeFetcher
 
-    return MooncakeFetcher()
+    return MooncakeFetcher(outward_address())
 
 
 def _lender(name: str, host: str) -> Lender:

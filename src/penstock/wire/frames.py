@@ -70,6 +70,8 @@ class VersionReady(_Frame, tag="version_ready"):
     bytes_fetched: int
     max_running: int = 0
     """Most sequences decoded at once, now that the model's KV cache is known; 0: as in the hello."""
+    way: str = ""
+    """How the weights came, for people: codec and transport; with the cause where a faster one could not be had."""
 
 
 class LoadFailed(_Frame, tag="load_failed"):

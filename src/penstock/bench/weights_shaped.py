@@ -1,0 +1,237 @@
+"""Weights over a link of known rate: one instance, eight of them in processes of their own, and one that generates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock.bench.common import Result, at_least, at_most, skipped
+from penstock.bench.weights_link import THERE, TOKEN, DelayProxy, InstanceProcess, StoreProcess, shaped
+from penstock.errors import PenstockError
+from penstock.instance.loading import WeightLoader
+
+__all__ = ["over_shaped_links"]
+
+CHUNK_BYTES = 4 << 20
+ROUND_TRIP_S = 0.02
+INSTANCES = 8
+ROUNDS = 3
+PULLS = 5
+MODEL: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+
+
+def over_shaped_links(before: bytes, after: bytes, size: int) -> list[Result]:
+    """`before` and `after` for one instance; the first `size` bytes of them for eight."""
+    results = []
+    for rate, bounds in (("1gbit", True), ("100mbit", False)):
+        with contextlib.ExitStack() as parts:
+            folder = Path(parts.enter_context(tempfile.TemporaryDirectory()))
+            try:
+                namespace = parts.enter_context(shaped(rate))
+            except PenstockError as error:
+                return [skipped("weights over a shaped link", "x", f"no shaped link here: {error}")]
+            if bounds:
+                results += asyncio.run(_sooner(folder, namespace, before, after))
+                results += asyncio.run(_pause(folder, namespace))
+            # On the slower link a quarter of the bytes take as long, and the processor has time.
+            part = size if bounds else size // 4
+            for codec in ("delta", "raw"):
+                results.append(_eight(folder, namespace, rate, codec, before[:part], after[:part], bounds))
+    return results
+
+
+def _files(folder: Path, name: str, *versions: bytes) -> list[Path]:
+    paths = [folder / f"{name}-{k}" for k in range(len(versions))]
+    for path, data in zip(paths, versions):
+        path.write_bytes(data)
+    return paths
+
+
+async def _sooner(folder: Path, namespace: str, before: bytes, after: bytes) -> list[Result]:
+    """An agent's loader, links and memory kept from version to version, as it goes on in a run."""
+    size = len(after)
+    store = StoreProcess(_files(folder, "pair", before, after), CHUNK_BYTES, namespace, THERE)
+    proxy = DelayProxy(store.address, ROUND_TRIP_S / 2)
+    whole, differences = (WeightLoader(TOKEN, codec=codec, connections=4) for codec in ("raw", "delta"))
+    try:
+        async with proxy.listening() as address:
+            raw = [await _timed(whole, address, 0) for _ in range(2)]
+            differences.serves(await whole.pull(address, 0, 300))
+            # Encoded once, for whoever asks first; what an instance then waits for is the transfer.
+            first_s = await _timed(differences, address, 1)
+            took = [await _timed(differences, address, 1) for _ in range(PULLS)]
+            came = (await differences.pull(address, 1, 300)).bytes_fetched
+            await whole.close()
+            await differences.close()
+    finally:
+        store.kill()
+    raw_s, one_s = min(raw), statistics.median(took)
+    note = (
+        f"{size / 2**20:.0f} MiB at 1 Gb/s (tc tbf) and {ROUND_TRIP_S * 1e3:.0f} ms there and back (userspace): raw "
+        f"{raw_s:.2f} s, delta {one_s:.3f} s ({came / 1e6:.1f} MB, of which the link takes {came * 8 / 1e9:.3f} s), "
+        f"with encoding {first_s:.3f} s; the pair is one of a small model, its tensors repeated"
+    )
+    return [
+        at_least("delta of the real pair, sooner than raw", raw_s / one_s, 50, "x", note),
+        Result("the same with the encoding", raw_s / first_s, "x"),
+    ]
+
+
+async def _timed(loader: WeightLoader, address: str, version: int) -> float:
+    began = time.perf_counter()
+    await loader.pull(address, version, 300)
+    return time.perf_counter() - began
+
+
+def _eight(folder: Path, namespace: str, rate: str, codec: str, before: bytes, after: bytes, bounds: bool) -> Result:
+    """Each round has a version of its own, with the same weights, so that nobody has anything of it yet."""
+    versions = [before] + [after] * (2 * ROUNDS)
+    files = _files(folder, f"{codec}-{rate}", *versions)
+    # Small chunks, since one has to be whole before it is passed on.
+    store = StoreProcess(files, CHUNK_BYTES // 8, namespace, THERE)
+    instances: list[InstanceProcess] = []
+    try:
+        asyncio.run(_encode_ahead(store.address, codec, 2 * ROUNDS))
+        instances += [InstanceProcess(store.address, ROUND_TRIP_S / 2, codec) for _ in range(INSTANCES)]
+        sent = [instance.said()[1] for instance in instances]
+        ones: list[float] = []
+        eights: list[float] = []
+        trainer_bytes = 0
+        for number in range(1, 2 * ROUNDS + 1):
+            alone = number <= ROUNDS
+            took, now = _round(instances[:1] if alone else instances, number)
+            (ones if alone else eights).append(took)
+            if not alone:
+                trainer_bytes = sum(now) - sum(sent)
+            sent = now if not alone else now + sent[1:]
+    finally:
+        for instance in instances:
+            instance.kill()
+        store.kill()
+    one_s, eight_s = statistics.median(ones), statistics.median(eights)
+    name = f"{INSTANCES} instances / 1 at {rate}, {codec}"
+    note = (
+        f"{len(after) / 2**20:.0f} MiB: {one_s:.3f} s and {eight_s:.3f} s, each instance a process; the trainer sent "
+        f"{trainer_bytes / 1e6:.1f} MB for {INSTANCES}"
+    )
+    ratio = eight_s / one_s
+    return at_most(name, ratio, 1.5, "x", note) if bounds else Result(name, ratio, "x", note=note)
+
+
+def _round(instances: list[InstanceProcess], version: int) -> tuple[float, list[int]]:
+    began = time.monotonic()
+    for instance in instances:
+        instance.get(version)
+    said = [instance.said() for instance in instances]
+    return max(float(at) for at, _ in said) - began, [sent for _, sent in said]
+
+
+async def _encode_ahead(address: str, codec: str, versions: int) -> None:
+    if codec == "raw":
+        return
+    loader = WeightLoader(TOKEN, codec=codec)
+    loader.serves(await loader.pull(address, 0, 300))
+    for version in range(1, versions + 1):
+        await loader.pull(address, version, 300)
+    await loader.close()
+
+
+async def _pause(folder: Path, namespace: str) -> list[Result]:
+    """The built-in engine generates while the next version comes, and on through the swap."""
+    from penstock.instance.builtin.engine import BuiltinEngine
+    from penstock.instance.engine import SequenceStart
+    from penstock.wire import Sampling
+
+    versions = [_model(folder / f"model-{number}", number) for number in range(PULLS + 1)]
+    store = StoreProcess(versions, CHUNK_BYTES, namespace, THERE)
+    proxy = DelayProxy(store.address, ROUND_TRIP_S / 2)
+    engine = BuiltinEngine(
+        device="cpu",
+        dtype="bfloat16",
+        max_running=8,
+        max_context_tokens=1024,
+        kv_cache_mib=64,
+        threads=1,
+        frame_steps=1,
+    )
+    loader = WeightLoader(TOKEN, codec="raw", connections=4)
+    times: list[float] = []
+
+    async def listen() -> None:
+        lease = 0
+        async for delta in engine.deltas():
+            times.append(time.perf_counter())
+            ended = sum(finish.name != "RUNNING" for finish in delta.finishes)
+            for _ in range(ended):
+                lease += 1
+                engine.start([start(1000 + lease)])
+
+    def start(lease: int) -> SequenceStart:
+        return SequenceStart(
+            lease=lease,
+            seed=lease,
+            prompt_ids=[1, 2, 3, 4],
+            prefix_ids=[],
+            sampling=Sampling(max_new_tokens=900),
+        )
+
+    transfers, pauses, usual = [], [], []
+    try:
+        async with proxy.listening() as address:
+            await engine.update_weights(await loader.pull(address, 0, 300))
+            engine.start([start(lease) for lease in range(4)])
+            listening = asyncio.create_task(listen())
+            for version in range(1, PULLS + 1):
+                begun = time.perf_counter()
+                staged = await loader.pull(address, version, 300)
+                there = time.perf_counter()
+                await engine.update_weights(staged)
+                swapped = time.perf_counter()
+                await asyncio.sleep(0.3)
+                transfers.append(there - begun)
+                usual.append(statistics.median(_gaps(times, begun, there)))
+                # The longest silence that has any part in the swap; one without a swap is a step long, too.
+                pauses.append(max(_gaps(times, there, swapped + 0.2)))
+            listening.cancel()
+            await loader.close()
+    finally:
+        await engine.close()
+        store.kill()
+    pause_s, transfer_s = statistics.median(pauses), statistics.median(transfers)
+    note = (
+        f"{statistics.median(transfers):.3f} s for a model of {MODEL['hidden_size']} by "
+        f"{MODEL['num_hidden_layers']} layers, raw at 1 Gb/s; longest silence about a swap {pause_s * 1e3:.1f} ms, "
+        f"of which a decode step is {statistics.median(usual) * 1e3:.1f} ms"
+    )
+    return [at_most("pause of generation at a swap / the transfer", 100 * pause_s / transfer_s, 5.0, "%", note)]
+
+
+def _gaps(times: list[float], begin: float, end: float) -> list[float]:
+    """Between deltas, those that reach into begin..end."""
+    pairs = [(one, other) for one, other in itertools.pairwise(times) if other >= begin and one <= end]
+    return [other - one for one, other in pairs] or [end - begin]
+
+
+def _model(folder: Path, seed: int) -> Path:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model("qwen2", **MODEL, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder

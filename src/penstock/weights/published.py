@@ -1,0 +1,154 @@
+"""A published version as a store holds it: its bytes, its manifest, and what is promised before they are all there.
+
+Pure but for the copying; decides nothing about how long a version is kept or how it is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from penstock.errors import WeightError
+from penstock.weights.encodings import Encoded, raw_manifest_of
+from penstock.weights.manifest import Manifest, TensorEntry, encode_manifest, sign_manifest
+from penstock.weights.plan import Bytes, check_tensor, cut_runs, digest, tensor_offsets
+from penstock.weights.quantization import SCHEME_DTYPES
+
+__all__ = [
+    "Coded",
+    "Publication",
+    "TensorSource",
+    "Version",
+    "comparable",
+    "copy_into",
+    "described",
+    "scheme_of_codec",
+    "version_of",
+]
+
+COPY_BYTES = 16 * 1024 * 1024
+"""Copied at once while publishing; other threads of the trainer run in between."""
+
+TensorSource = tuple[str, str, tuple[int, ...], Bytes]
+"""Name, dtype as in safetensors, shape, and a contiguous buffer of the raw little-endian bytes."""
+
+
+@dataclass(slots=True, eq=False)
+class Version:
+    """One version as it is served; never changed while it is in the store's table."""
+
+    manifest: Manifest
+    signed: bytes
+    stream: memoryview
+    readers: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Coded:
+    """An encoding as it is served."""
+
+    encoded: Encoded
+    signed: bytes
+
+
+class Publication:
+    """A version whose bytes are copied; its checksums come behind."""
+
+    def __init__(self, raw_nbytes: int, manifest: Future[Manifest]) -> None:
+        self.raw_nbytes = raw_nbytes
+        self._manifest = manifest
+
+    def manifest(self) -> Manifest:
+        """Waits until the version can be had."""
+        return self._manifest.result()
+
+    @property
+    def digest(self) -> str:
+        return self.manifest().digest
+
+    def digest_later(self) -> Future[str]:
+        """Done once the version can be had, failed where it never will be."""
+        later: Future[str] = Future()
+
+        def tell(done: Future[Manifest]) -> None:
+            error = done.exception()
+            if error is None:
+                later.set_result(done.result().digest)
+            else:
+                later.set_exception(error)
+
+        self._manifest.add_done_callback(tell)
+        return later
+
+
+def version_of(
+    run: str,
+    version: int,
+    entries: list[TensorEntry],
+    stream: memoryview,
+    config_json: str,
+    chunk_bytes: int,
+    token: str,
+) -> Version:
+    """Checksums of every tensor and chunk of `stream`, and the signed manifest: two passes over the bytes."""
+    offsets = tensor_offsets(entries)
+    bare = Manifest(
+        run=run,
+        version=version,
+        codec="raw",
+        base=None,
+        config_json=config_json,
+        tensors=tuple(
+            TensorEntry(
+                name=entry.name,
+                dtype=entry.dtype,
+                shape=entry.shape,
+                nbytes=entry.nbytes,
+                xxh3=digest(stream[start : start + entry.nbytes]),
+            )
+            for entry, start in zip(entries, offsets)
+        ),
+        chunks=(),
+    )
+    raw = raw_manifest_of(bare, stream, cut_runs(entries, chunk_bytes))
+    manifest = sign_manifest(raw, token)
+    return Version(manifest, encode_manifest(manifest), stream)
+
+
+def comparable(one: Manifest, other: Manifest) -> bool:
+    """Whether one can be a difference to the other: the same tensors, apart from their values."""
+    return [(t.name, t.dtype, t.shape) for t in one.tensors] == [(t.name, t.dtype, t.shape) for t in other.tensors]
+
+
+def scheme_of_codec(codec: str) -> str:
+    """The quantization that a codec goes with; empty for none."""
+    scheme = codec.removesuffix("-delta")
+    return scheme if scheme in SCHEME_DTYPES else ""
+
+
+def described(tensors: Iterable[TensorSource]) -> tuple[list[TensorEntry], list[memoryview]]:
+    """Entries without checksums, and the bytes of each tensor. Raises WeightError for what can't be published."""
+    entries: list[TensorEntry] = []
+    sources: list[memoryview] = []
+    names: set[str] = set()
+    for name, dtype, shape, buffer in tensors:
+        source = memoryview(buffer)
+        if not source.c_contiguous:
+            raise WeightError(f"the buffer of tensor {name} is not contiguous")
+        entry = TensorEntry(name=name, dtype=dtype, shape=tuple(shape), nbytes=source.nbytes, xxh3=0)
+        check_tensor(entry)
+        if name in names:
+            raise WeightError(f"tensor {name} is given twice")
+        names.add(name)
+        entries.append(entry)
+        # An empty view can't be cast; it has no bytes to copy either.
+        sources.append(source.cast("B") if source.nbytes else memoryview(b""))
+    return entries, sources
+
+
+def copy_into(into: memoryview, source: memoryview) -> None:
+    """Copies in pieces."""
+    for start in range(0, len(source), COPY_BYTES):
+        end = min(start + COPY_BYTES, len(source))
+        into[start:end] = source[start:end]
