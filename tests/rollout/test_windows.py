@@ -262,7 +262,7 @@ def world_heartbeat() -> Any:
 ACTIONS = st.sampled_from(["draw", "draw", "draw", "time", "join", "lose", "hand over", "wants", "waits", "own dies"])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(ACTIONS, max_size=40), st.sampled_from([-1.0, 0.0, 0.3, 5.0]))
 def test_whatever_happens_a_step_ends_and_no_engine_runs_while_the_trainer_has_its_devices(
     actions: Sequence[str], window_s: float
