@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 from collections.abc import AsyncIterator, Callable
@@ -385,6 +386,23 @@ async def test_a_prefill_that_takes_its_time_does_not(
     asked = server.calls["/metrics"]
     await until(lambda: server.calls["/metrics"] > asked + 3)
     assert watch.stalled_for(engine.load(), 150.0 + 61.0) > 60, "it filled no more of its cache"
+
+
+async def test_a_server_on_a_cpu_that_computes_within_one_long_step_is_not_stuck(
+    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "WORK_POLL_S", 0.01)
+    server.device, server.chunked_prefill = "cpu", False
+    server.behave = lambda body: "hang"
+    computed = itertools.chain((1.0, 2.0, 3.0), itertools.repeat(3.05))  # Then it waits: that takes next to nothing.
+    monkeypatch.setattr(AdoptedServer, "cpu_s", lambda self: next(computed))
+    engine = engine_at(server.url, tmp_path)
+    await engine.update_weights(weights(0))
+    engine.start([start(1, PROMPT, Sampling(max_new_tokens=8))])
+    asked = server.calls["/metrics"]
+    await until(lambda: server.calls["/metrics"] > asked + 6)
+    assert engine.load().work_done == 3 + 1, "three times by the clock, and once that it said anything"
+    await engine.close()
 
 
 async def test_a_flush_gives_the_last_tokens_and_draws_no_more(engine: ServedEngine, server: StandIn) -> None:

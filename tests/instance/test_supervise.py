@@ -19,7 +19,7 @@ from test_agent_processes import penstock
 
 from penstock import cli
 from penstock.errors import ConfigError, EngineError
-from penstock.instance.supervise import ManagedServer
+from penstock.instance.supervise import ManagedServer, group_cpu_s
 from penstock.instance.vllm import VllmDialect
 from penstock.weights import WeightStore
 from penstock.wire import Goodbye, LoadWeights, Sampling, TokenFrame, VersionReady
@@ -143,6 +143,19 @@ async def test_a_servers_log_is_bounded_and_its_last_words_are_kept(
     sizes = [entry.stat().st_size for entry in os.scandir(tmp_path)]
     assert len(sizes) == 2
     assert max(sizes) < 100_000 + 65_536  # What is read at once is written at once.
+
+
+async def test_the_processor_time_of_a_server_is_that_of_all_its_processes() -> None:
+    busy = f"{sys.executable} -c 'while True: pass'"
+    process = await asyncio.create_subprocess_shell(f"{busy} & {busy}", start_new_session=True)
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            while group_cpu_s(process.pid) < 0.5:
+                await asyncio.sleep(0.02)
+        assert group_cpu_s(os.getpid() + 10**7) == 0.0
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 async def test_a_server_does_not_outlive_an_agent_that_is_killed(tmp_path: Path) -> None:

@@ -41,22 +41,34 @@ class Reconnect:
         return pause_s
 
 
+BUSY_S = 0.1
+"""Processor time between two questions that a server which waits does not come to, and one that computes does."""
+
+
 class ServerWork:
     """Counts what a server gets done between two tokens, by what it says of itself.
 
     Figures that differ from those before are one unit: a chunk of a long prefill fills some of the KV cache, and no
-    token tells of it. A server that hangs goes on saying the same, or nothing.
+    token tells of it. A server that hangs goes on saying the same, or nothing. On a CPU, where one step may take
+    minutes, its processor time tells more; on a GPU it says nothing, since waiting for the device takes it too.
     """
 
     def __init__(self) -> None:
         self.done = 0
         self._figures: tuple[float, ...] = ()
+        self._cpu_s = 0.0
 
     def said(self, figures: Sequence[float]) -> None:
         """`figures` as the server gave them, in one order; empty where it gave none."""
         if figures and tuple(figures) != self._figures:
             self._figures = tuple(figures)
             self.done += 1
+
+    def computed(self, cpu_s: float) -> None:
+        """`cpu_s`: processor time of a server on a CPU so far, asked for again and again; 0 where it is not known."""
+        if cpu_s - self._cpu_s >= BUSY_S:
+            self.done += 1
+        self._cpu_s = cpu_s
 
 
 class StallWatch:

@@ -412,6 +412,8 @@ class ServedEngine:
         while True:
             await asyncio.sleep(WORK_POLL_S)
             if self._running and counted == self._count.tokens:
+                if self._facts is not None and self._facts.device == "cpu":
+                    self._work.computed(self._server.cpu_s())
                 with contextlib.suppress(EngineError, *NETWORK_ERRORS):
                     self._work.said(await self._dialect.figures(self._http, self._server.base_url))
             counted = self._count.tokens

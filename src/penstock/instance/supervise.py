@@ -56,6 +56,10 @@ class Server(Protocol):
         """Returns why its process ended, when it does."""
         ...
 
+    def cpu_s(self) -> float:
+        """Processor time of its processes so far; 0 where it is not known."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -75,6 +79,9 @@ class AdoptedServer:
     async def died(self) -> str:
         await asyncio.Event().wait()
         return ""
+
+    def cpu_s(self) -> float:
+        return 0.0
 
     async def close(self) -> None:
         """It is not this agent's to end."""
@@ -166,6 +173,10 @@ class ManagedServer:
         await self._process.wait()
         return f"the {self._dialect.kind} server died: {self._last_words()}"
 
+    def cpu_s(self) -> float:
+        """Of the whole process group, by /proc; 0 on a system that has none."""
+        return 0.0 if self._process is None else group_cpu_s(self._process.pid)
+
     async def close(self) -> None:
         process = self._process
         if process is None or process.returncode is not None:
@@ -216,6 +227,18 @@ def checked_template(template: str) -> list[str]:
             "to listen on are put there"
         )
     return words
+
+
+def group_cpu_s(group: int) -> float:
+    """Processor time of the living processes of a process group (proc(5): the fields behind the command's name)."""
+    ticks = 0
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if entry.isdigit():
+            with contextlib.suppress(OSError):  # It ended just now.
+                words = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+                if int(words[2]) == group:
+                    ticks += int(words[11]) + int(words[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def free_port() -> int:
