@@ -49,6 +49,29 @@ def test_a_resumed_run_reckons_its_end_from_its_own_steps() -> None:
     assert view.remaining_s == pytest.approx(9 * 2.0)
 
 
+def window(what: str, **changes: object) -> events.WindowChanged:
+    fields = {"batch": "train-3", "fleet": 2, "elapsed_s": 0.0, "cause": "why", "window_s": 4.0, **changes}
+    return events.WindowChanged(ts=1.0, what=what, **fields)  # type: ignore[arg-type]
+
+
+def test_a_window_that_changed_is_told_of_and_one_as_before_is_not() -> None:
+    assert said(window("opened"), window("closed"), window("learned", before_s=3.9)) == []
+    [learned] = said(window("learned", before_s=2.0, cause="the trainer waited 3 s"))
+    assert "own engines generate for 4 s with 2 remote instances: the trainer waited 3 s" in learned
+    [again] = said(window("opened", elapsed_s=7.0, cause="no remote instance is left"))
+    assert "own engines generate again: no remote instance is left" in again
+    [whole] = said(window("planned", before_s=4.0, window_s=-1.0, fleet=0))
+    assert "for the whole rollout with 0 remote instances" in whole
+
+
+def test_whose_turn_it_is_shows_while_the_run_goes_on() -> None:
+    view = run_view(steps=8, until=5)
+    view.apply_fleet(replace(view.fleet, window="own engines generate, 1.2 s into train-5, window 4 s (why)"))
+    assert "own engines generate, 1.2 s into train-5, window 4 s (why)" in render_text(view)
+    view.apply(events.RunFinished(ts=99.0, wall_s=9.0, outcome="done"))
+    assert "own engines generate" not in render_text(view)
+
+
 def test_waiting_shows_from_the_event_and_ends_with_it() -> None:
     view = RunView()
     view.apply(events.WaitingForInstances(ts=1.0, waiting_for="an instance with weight version 12", samples=40))
