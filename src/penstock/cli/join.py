@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--connections", type=count, default=2, metavar="N", help="of one weight pull (%(default)s)")
     parser.add_argument(
         "--weights-codec",
-        choices=("auto", "raw", "lossless", "delta", "int8", "fp8"),
+        choices=("auto", "raw", "lossless", "delta", "zipnn", "int8", "fp8"),
         default="auto",
         help="how weights come: as they are, compressed, as differences, or quantized; auto measures (%(default)s)",
     )

@@ -245,10 +245,11 @@ class WeightsConfig(_Section):
     """Versions held in host memory."""
     keep_gib: float = Field(default=0.0, ge=0)
     """Host memory for all of them; the newest is held whatever its size. 0 is no bound but `keep_versions`."""
-    codec: Literal["auto", "raw", "lossless", "delta", "int8", "fp8"] = "auto"
+    codec: Literal["auto", "raw", "lossless", "delta", "zipnn", "int8", "fp8"] = "auto"
     """How this machine's engines fetch weights: as they are, compressed without loss, or as the difference to the
     version before; `auto` measures link and processors and takes what ends soonest. All of these are exact. `int8` and
-    `fp8` quantize matrices by output channel, for engines that serve quantized weights; `auto` never does."""
+    `fp8` quantize matrices by output channel, for engines that serve quantized weights; `auto` never does. `zipnn` is
+    lossless by that package, where trainer and engine have it installed."""
     keep_base: bool = True
     """Engines keep the version that they serve in host memory too, so that the next can come as a difference."""
     relay: bool = False

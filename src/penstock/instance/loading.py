@@ -12,8 +12,9 @@ import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.errors import EngineError
+from penstock.errors import EngineError, WeightError
 from penstock.weights.choose import CODEC_CHOICES, QUANTIZED, Rates
+from penstock.weights.encodings import can_zipnn
 from penstock.weights.manifest import Manifest, StagedWeights
 from penstock.weights.memory import Recycled, host_buffer, usable_cores
 from penstock.weights.protocol import Layout
@@ -54,6 +55,8 @@ class WeightLoader:
     ) -> None:
         if codec not in CODEC_CHOICES:
             raise ValueError(f"codec={codec!r} is not one of {', '.join(CODEC_CHOICES)}")
+        if codec == "zipnn" and not can_zipnn():
+            raise WeightError('the weights are to come by "zipnn", which is not installed here; pip install zipnn')
         self._token = token
         self._connections = connections
         self._max_bytes = max_bytes

@@ -15,8 +15,8 @@ __all__ = ["CODEC_CHOICES", "QUANTIZED", "Rates", "choose", "time_s"]
 
 QUANTIZED = ("int8", "fp8")
 """Choices that change the weights, so they are made by name alone and never by `auto`."""
-CODEC_CHOICES = ("auto", "raw", "lossless", "delta", *QUANTIZED)
-DEFAULT_DECODE = {"lossless": 1.5e9, "delta": 6e9} | dict.fromkeys(QUANTIZED, 1.5e9)
+CODEC_CHOICES = ("auto", "raw", "lossless", "delta", "zipnn", *QUANTIZED)
+DEFAULT_DECODE = {"lossless": 1.5e9, "zipnn": 2.5e9, "delta": 6e9} | dict.fromkeys(QUANTIZED, 1.5e9)
 DEFAULT_DECODE |= {f"{scheme}-delta": 6e9 for scheme in QUANTIZED}
 """Bytes of raw weights that a core decodes in a second, until it was measured."""
 DEFAULT_LINK = 1e9
@@ -92,6 +92,8 @@ def _allowed(codec: str) -> Iterable[tuple[str, ...]]:
         return (("raw", "lossless", "delta"),)
     if codec in QUANTIZED:
         return ((codec, f"{codec}-delta"),)
+    if codec == "zipnn":
+        return (("zipnn",), ("lossless",), ("raw",))
     falls_back = ("delta", "lossless", "raw")
     return tuple((name,) for name in falls_back[falls_back.index(codec) :])
 

@@ -19,7 +19,7 @@ from penstock.errors import MissingExtra
 from penstock.weights.manifest import ChunkEntry, Manifest
 from penstock.weights.plan import Bytes, check_chunk, chunk_dtypes, digest
 
-__all__ = ["Encoded", "Estimate", "codec_of", "decode_chunk", "encode", "estimate", "raw_manifest_of"]
+__all__ = ["Encoded", "Estimate", "can_zipnn", "codec_of", "decode_chunk", "encode", "estimate", "raw_manifest_of"]
 
 if TYPE_CHECKING:
     from penstock.weights.codecs.base import Codec
@@ -58,6 +58,15 @@ def codec_of(name: str) -> Codec:
     return get_codec(name)
 
 
+def can_zipnn() -> bool:
+    """Whether versions can be coded by the zipnn package here."""
+    try:
+        from penstock.weights.codecs.zipnn import has_zipnn
+    except ImportError:
+        return False
+    return has_zipnn()
+
+
 def encode(
     raw: Manifest,
     stream: memoryview,
@@ -68,6 +77,7 @@ def encode(
 ) -> Encoded:
     """The version of `raw` (its raw manifest) in another encoding. `base` has the same tensors, other values.
 
+    Of a codec that quantizes, both are what `quantization.quantize` made of the versions.
     Chunks are encoded on `threads` where given. Takes (raw bytes) / (codec's rate) / threads.
     """
     coder = codec_of(codec)

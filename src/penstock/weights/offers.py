@@ -28,9 +28,10 @@ def offers_of(
         weights.setdefault(key, (float(guess.nbytes), guess.encode_s))
     offers = [] if ask.scheme else [Offer(steps=(Encoding(target, "raw"),), nbytes=raw_nbytes)]
     full_codec, delta_codec = codecs_of(ask.scheme)
-    full = Encoding(target, full_codec)
-    if full in weights:
-        offers.append(_offer((full,), weights))
+    for codec in (full_codec,) if ask.scheme else (full_codec, "zipnn"):
+        full = Encoding(target, codec)
+        if full in weights:
+            offers.append(_offer((full,), weights))
     for held in ask.held:
         direct = Encoding(target, delta_codec, held.version)
         if direct in estimates or _is_base(ready.get(direct), held.digest):

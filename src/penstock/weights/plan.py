@@ -39,6 +39,7 @@ DTYPE_BYTES = {
 CODECS = {
     "raw": False,
     "lossless": False,
+    "zipnn": False,
     "delta": True,
     "int8": False,
     "int8-delta": True,

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from penstock.errors import MissingExtra, WeightError
 from penstock.weights.addresses import advertised, format_address, listen, outward_address
-from penstock.weights.encodings import Estimate, encode, estimate
+from penstock.weights.encodings import Estimate, can_zipnn, encode, estimate
 from penstock.weights.leases import CodedLease, RawLease
 from penstock.weights.manifest import Encoding, Manifest, TensorEntry, encode_manifest, sign_manifest
 from penstock.weights.memory import host_buffer, usable_cores
@@ -388,7 +388,11 @@ class WeightStore:
                 version.readers += 1
         try:
             full, delta = codecs_of(ask.scheme)
-            wanted = [Encoding(ask.version, full), *(Encoding(ask.version, delta, base) for base in bases)]
+            fulls = (full, "zipnn") if not ask.scheme and can_zipnn() else (full,)
+            wanted = [
+                *(Encoding(ask.version, one) for one in fulls),
+                *(Encoding(ask.version, delta, base) for base in bases),
+            ]
             estimates = {key: found for key in wanted if (found := self._estimated(key, new, bases)) is not None}
             return offers_of(ask, new.manifest.raw_nbytes, self._ready(), estimates)
         finally:

@@ -13,13 +13,25 @@ from penstock.weights.codecs.delta import DeltaCodec
 from penstock.weights.codecs.lossless import LosslessCodec
 from penstock.weights.codecs.quantized import QuantizedCodec
 from penstock.weights.codecs.raw import RawCodec
+from penstock.weights.codecs.zipnn import ZipnnCodec
 
-__all__ = ["CODECS", "Bytes", "Codec", "DeltaCodec", "LosslessCodec", "QuantizedCodec", "RawCodec", "get_codec"]
+__all__ = [
+    "CODECS",
+    "Bytes",
+    "Codec",
+    "DeltaCodec",
+    "LosslessCodec",
+    "QuantizedCodec",
+    "RawCodec",
+    "ZipnnCodec",
+    "get_codec",
+]
 
 _CODECS: tuple[Codec, ...] = (
     RawCodec(),
     LosslessCodec(),
     DeltaCodec(),
+    ZipnnCodec(),
     *(QuantizedCodec(scheme, scheme, LosslessCodec()) for scheme in ("int8", "fp8")),
     *(QuantizedCodec(f"{scheme}-delta", scheme, DeltaCodec()) for scheme in ("int8", "fp8")),
 )
