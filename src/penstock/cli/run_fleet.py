@@ -19,6 +19,7 @@ from penstock.config.fleet import FleetFile
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError
 from penstock.observe import events
+from penstock.observe.instances import RUN_ENDED
 from penstock.train.edge import EdgeLoop
 
 __all__ = ["RunFleet", "fleet_file"]
@@ -82,7 +83,8 @@ class RunFleet:
         headers = {"Authorization": f"Bearer {self._token}"}
         timeout = aiohttp.ClientTimeout(total=CALL_S)
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-            async with session.post(f"{self._url}/fleet/release", ssl=self._tls or True) as response:
+            asking = session.post(f"{self._url}/fleet/release", params={"cause": RUN_ENDED}, ssl=self._tls or True)
+            async with asking as response:
                 response.raise_for_status()
                 state: dict[str, Any] = await response.json()
             deadline = time.monotonic() + limit_s

@@ -167,5 +167,6 @@ class FleetSize:
             return self.wanted
         self._decided = True
         before, self.wanted, self._asked = self.wanted, best, 0
-        self.cause = f"{before} to {best}: a step costs {saving:.2f} dollars less and is {faster:.1%} faster"
+        money = f"a step costs {abs(saving):.2f} dollars {'less' if saving >= 0 else 'more'}"
+        self.cause = f"{before} to {best}: {money} and is {abs(faster):.1%} {'faster' if faster >= 0 else 'slower'}"
         return self.wanted

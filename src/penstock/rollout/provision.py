@@ -375,7 +375,7 @@ class Provision:
             machine = Machine(self.calls.number(), price, asked_at=now, since=now, call=call.call)
             self._machines.append(machine)
             self.counts["asked"] += 1
-            self._enter(machine, S.ASKED, f"{number} machines are wanted, and there are {counting}", now, before="")
+            self._enter(machine, S.ASKED, f"machines wanted: {number}, there: {counting}", now, before="")
 
     def _can_keep(self, machine: Machine) -> bool:
         """It, too, can be paid for, with those that count."""
@@ -388,7 +388,7 @@ class Provision:
         surplus = sum(machine.counts for machine in self._machines) - number
         going = [machine for machine in self._machines if machine.state in (S.STARTING, S.JOINED)]
         going.sort(key=lambda machine: (machine.samples > 0, -machine.price_per_h, machine.samples, -machine.number))
-        cause = self.ending or f"{number} machines are enough"
+        cause = self.ending or f"machines wanted: {number}"
         for machine in going[: max(0, surplus)]:
             self._enter(machine, S.DRAINING if machine.peer else S.RELEASING, cause, now)
 

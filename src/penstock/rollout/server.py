@@ -39,6 +39,9 @@ __all__ = ["ManagerServer", "ServerConfig", "TlsConfig"]
 DOORS = {"/agent": Role.AGENT, "/trainer": Role.TRAINER}
 """Every other path is an operator's, but for /healthz."""
 
+CAUSE_CHARS = 200
+"""Of an operator's own words for what is asked."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -421,7 +424,7 @@ class ManagerServer:
         """Releases every machine for good; GET /fleet says when that is done."""
         if self._desk is None:
             return web.Response(status=404, text="Nobody adds machines here.\n")
-        self._desk.release("an operator asked for it")
+        self._desk.release(request.query.get("cause", "")[:CAUSE_CHARS] or "an operator asked for it")
         return await self._fleet(request)
 
     async def _metrics(self, request: web.Request) -> web.Response:

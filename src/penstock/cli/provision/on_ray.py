@@ -13,6 +13,7 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ __all__ = ["RayProvisioner"]
 LEAVE_S = 10.0
 ANSWER_S = 2.0
 """For an actor to say how its agent is; one that has no place yet says nothing."""
+TAIL_BYTES = 300
+"""Of what an agent said last."""
 LOST_CAUSE = "its actor died: "
 
 
@@ -32,9 +35,11 @@ class AgentHost:
     """The actor: one `penstock join` on whatever node Ray has put it."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         self._process = subprocess.Popen(
             [sys.executable, "-m", "penstock", *words, "--exit-with-stdin"],
             stdin=subprocess.PIPE,
+            stderr=self._said,
             env={**os.environ, **environment},
             start_new_session=True,
         )
@@ -42,7 +47,12 @@ class AgentHost:
     def ended(self) -> str:
         """Empty while the agent runs; else how it ended."""
         code = self._process.poll()
-        return "" if code is None else f"its agent ended with exit code {code}"
+        if code is None:
+            return ""
+        size = self._said.seek(0, os.SEEK_END)
+        self._said.seek(max(0, size - TAIL_BYTES))
+        tail = " ".join(self._said.read().decode(errors="replace").split())
+        return f"its agent ended with exit code {code}" + (f"; last words: {tail}" if tail else "")
 
     def stop(self, leave_s: float) -> None:
         """SIGTERM, and SIGKILL where that does not help in time."""
