@@ -417,6 +417,24 @@ async def test_a_flush_gives_the_last_tokens_and_draws_no_more(engine: ServedEng
     assert (server.running, len(server.requests)) == (0, 4)
 
 
+async def test_handing_over_gives_the_last_tokens_runs_nothing_on_and_takes_new_work(
+    engine: ServedEngine, server: StandIn
+) -> None:
+    server.gate.clear()
+    engine.start([start(lease, PROMPT, Sampling(max_new_tokens=8)) for lease in range(6)])
+    await until(lambda: engine.load().tokens_generated == 8)
+    await engine.hand_over()
+    collected = Collected()
+    await collect(engine, collected, lambda: len(collected.tokens) == 4)
+    assert all(drawn == expected(2) for drawn in collected.tokens.values())
+    engine.stop(list(range(6)))
+    server.gate.set()
+    # The two that waited are not begun, and what comes next is.
+    assert (server.running, len(server.requests), engine.load().waiting) == (0, 4, 0)
+    engine.start([start(9, PROMPT, Sampling(max_new_tokens=4))])
+    assert (await finished(engine, [9])).tokens[9] == expected(4)
+
+
 async def test_tokens_that_nobody_takes_are_not_read_on(
     engine: ServedEngine, server: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
