@@ -90,6 +90,17 @@ def test_corrections_stay_bounded_whatever_is_measured(steps: list[tuple[float, 
     assert offload.window_s(3) >= 0
 
 
+def test_the_window_grows_with_the_answers_step_by_step() -> None:
+    offload = Offload()
+    windows = []
+    for growth in (1.0, 1.3, 1.7, 2.2):
+        groups = [[round(growth * length) for length in row] for row in GROUPS]
+        offload.plan(Facts(groups, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING))
+        windows.append(offload.window_s(3))
+    assert windows == sorted(windows)
+    assert windows[-1] > 1.6 * windows[0] > 0
+
+
 def test_what_changed_a_window_is_said_with_both_waits_and_the_fleet() -> None:
     offload = Offload()
     offload.plan(facts(3))
