@@ -12,7 +12,8 @@ from penstock.bench.common import Result, at_least, at_most
 from penstock.bench.weights_link import TOKEN, DelayProxy, StoreProcess
 from penstock.bench.weights_pair import drawn
 from penstock.errors import PenstockError
-from penstock.weights import StagedWeights, pull
+from penstock.weights import StagedWeights, TcpTransport, pull
+from penstock.weights.ways import fetchers_of
 
 DESCRIPTION = "weights: seeded kills of the sender in mid-transfer; what is verified, what is fetched twice"
 SEED = 20_261_121
@@ -22,7 +23,8 @@ CONNECTIONS = 2
 RECEIVERS = 2
 FRAMES_BYTES = 16 * 1024
 """Handshakes and replies of a connection that is opened again."""
-CODECS = ("raw", "lossless", "delta")
+CODECS = ("raw", "lossless", "delta", "shm")
+"""shm: raw, out of the memory of the sender that is killed."""
 
 
 def run(quick: bool) -> list[Result]:
@@ -40,8 +42,9 @@ def run(quick: bool) -> list[Result]:
             worst,
             1.0,
             "",
-            f"{kills} seeded SIGKILLs, {RECEIVERS} receivers of {CONNECTIONS} connections each, raw, lossless and "
-            "delta in turn; counted at a proxy before the receiver, less what an undisturbed pull takes",
+            f"{kills} seeded SIGKILLs, {RECEIVERS} receivers of {CONNECTIONS} connections each, raw, lossless, "
+            "delta and shared memory in turn; counted at a proxy before the receiver, less what an undisturbed one "
+            "takes",
         ),
         Result("bytes fetched twice, all in all", twice / 1e6, "MB"),
     ]
@@ -49,7 +52,7 @@ def run(quick: bool) -> list[Result]:
 
 async def _kills(paths: list[Path], kills: int) -> tuple[int, int, float, int]:
     dice = random.Random(SEED)
-    store = await asyncio.to_thread(StoreProcess, paths, CHUNK_BYTES)
+    store = await asyncio.to_thread(StoreProcess, paths, CHUNK_BYTES, ways="shm")
     whole = killed = twice = 0
     worst = 0.0
     try:
@@ -74,7 +77,7 @@ async def _kills(paths: list[Path], kills: int) -> tuple[int, int, float, int]:
                     await dying.wait()
                 killed += 1
                 await asyncio.to_thread(store.kill)
-                store = await asyncio.to_thread(StoreProcess, paths, CHUNK_BYTES)
+                store = await asyncio.to_thread(StoreProcess, paths, CHUNK_BYTES, ways="shm")
                 for proxy in proxies:
                     proxy.target = store.address
                 whole += sum(await asyncio.gather(*pulls))
@@ -89,7 +92,13 @@ async def _kills(paths: list[Path], kills: int) -> tuple[int, int, float, int]:
 
 async def _one(address: str, codec: str, base: StagedWeights) -> bool:
     """Whether the version came, verified, and is the one that it should be."""
-    weights = await pull(address, 1, TOKEN, codec=codec, base=base, connections=CONNECTIONS, deadline_s=60)
+    shared = codec == "shm"
+    transport = TcpTransport(TOKEN, fetchers=fetchers_of(["shm"] if shared else []))
+    options = {"codec": "raw"} if shared else {"codec": codec, "base": base}
+    try:
+        weights = await pull(address, 1, TOKEN, connections=CONNECTIONS, deadline_s=60, transport=transport, **options)
+    finally:
+        transport.close()
     return weights.version == 1 and weights.manifest.digest != base.manifest.digest
 
 
