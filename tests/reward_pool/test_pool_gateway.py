@@ -167,6 +167,11 @@ def test_the_command_refuses_what_is_wrong(tmp_path: Path, capsys: pytest.Captur
     file.write_text('[[endpoints]]\nurl = "http://127.0.0.1:9"\napi_key_env = "NOT_SET_ANYWHERE"\n')
     assert main(["gateway", str(file)]) == 2
     assert "NOT_SET_ANYWHERE, which is not set" in capsys.readouterr().err
+    assert main(["gateway", str(file), "--token-env", "NOT_SET_EITHER"]) == 2
+    assert "NOT_SET_EITHER, which is not set" in capsys.readouterr().err
+    file.write_text('[[endpoints]]\nurl = "http://127.0.0.1:9"\n')
+    assert main(["gateway", str(file), "--host", "0.0.0.0"]) == 2
+    assert "give it a token" in capsys.readouterr().err
     file.write_text('[[endpoints]]\nname = "a"\n')
     assert main(["gateway", str(file)]) == 2
     assert capsys.readouterr().err.endswith("endpoints[0]: 'url' is missing\n")
@@ -208,6 +213,32 @@ async def test_the_command_serves_reads_its_file_again_and_ends_when_told(tmp_pa
             assert (await post(url, "/chat/completions", CHAT))[0] == 200
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), 10) == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+async def test_the_command_asks_for_its_token_and_ends_with_its_input(tmp_path: Path) -> None:
+    async with ProviderServer() as server:
+        (tmp_path / "pool.toml").write_text(f'[[endpoints]]\nurl = "{server.url}"\n')
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "penstock", "gateway", "pool.toml", "--port", "0", "--table-every", "0"),
+            *("--host", "127.0.0.1", "--token-env", "GATEWAY_TOKEN", "--exit-with-stdin"),
+            cwd=tmp_path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "GATEWAY_TOKEN": "t0ken"},
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            url = (await process.stdout.readline()).decode().split()[-1]
+            assert url.startswith("http://127.0.0.1:")
+            assert (await post(url, "/chat/completions", CHAT))[0] == 401
+            assert (await post(url, "/chat/completions", CHAT, {"Authorization": "Bearer t0ken"}))[0] == 200
+            process.stdin.close()
+            assert await asyncio.wait_for(process.wait(), 60) == 0
         finally:
             if process.returncode is None:
                 process.kill()
