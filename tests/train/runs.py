@@ -18,6 +18,7 @@ from penstock.train.advantages import get_advantage
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.critic import Critic
 from penstock.train.edge import EdgeLoop
+from penstock.train.learner import Learner
 from penstock.train.loop import Trainer, TrainerPorts
 
 
@@ -112,14 +113,14 @@ def make_run(model_folder: Path, tmp_path: Path) -> Iterator[MakeRun]:
                 checkpoints=checkpoints or Checkpoints(tmp_path / "checkpoints", 2),
                 watch=watch,
             )
-            run.trainer = Trainer(config, made, ports, critic=critic, start_step=start_step)
+            run.trainer = Trainer(config, Learner(config, made, critic), ports, start_step=start_step)
             return run
 
         yield make
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in run.trainer.actor.named_weights()}
+    return {name: tensor.clone() for name, tensor in run.trainer.learner.actor.named_weights()}
 
 
 def apart(one: Run, other: Run) -> float:

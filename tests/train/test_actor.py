@@ -338,6 +338,16 @@ def test_metrics_are_means_over_tokens(model_folder: Path) -> None:
     assert actor.sums.means() == {}
 
 
+def test_activations_are_made_again_where_that_is_asked_for(model_folder: Path) -> None:
+    actor = make_actor(model_folder, activation_checkpointing=True)
+    seen: list[int] = []
+    actor.model.model.layers[0].self_attn.register_forward_hook(lambda *_: seen.append(1))
+    found = gradients(actor, 10_000)
+    assert len(seen) == 2
+    for mine, other in zip(found, gradients(make_actor(model_folder), 10_000), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
 def test_the_threads_option_is_used(model_folder: Path) -> None:
     make_actor(model_folder, threads=2)
     assert torch.get_num_threads() == 2

@@ -18,8 +18,7 @@ from penstock.observe import events
 from penstock.rollout.client import FinishedSample
 from penstock.sample import Finish, Sample, Score, Unscored, VersionSpan
 from penstock.train.actor import Actor
-from penstock.train.checkpoint import Checkpoints, Position, Saved
-from penstock.train.critic import Critic
+from penstock.train.checkpoint import Checkpoints, Position, Saved, StateTensors
 from penstock.train.tally import MAX_PARTS
 
 
@@ -195,8 +194,8 @@ def test_streaming_trains_while_other_rollouts_still_run(make_run: MakeRun) -> N
     rollout = FakeRollout(gate=lambda batch, number: 0.01)
     seen: list[int] = []
     run = make_run(rollout=rollout, steps=1, evaluate=False)
-    accumulate = run.trainer.actor.accumulate
-    run.trainer.actor.accumulate = lambda batch: (seen.append(rollout.sent["train-0"]), accumulate(batch))  # type: ignore[assignment,func-returns-value]
+    accumulate = run.trainer.learner.actor.accumulate
+    run.trainer.learner.actor.accumulate = lambda batch: (seen.append(rollout.sent["train-0"]), accumulate(batch))  # type: ignore[assignment,func-returns-value]
     run.trainer.run()
     assert seen[0] < 16
     assert len(seen) == run.metrics[0]["passes"] > 1
@@ -206,8 +205,8 @@ def test_without_streaming_training_waits_for_the_whole_batch(make_run: MakeRun)
     rollout = FakeRollout(gate=lambda batch, number: 0.005)
     seen: list[int] = []
     run = make_run(rollout=rollout, steps=1, evaluate=False, streaming=False, mini_batches_per_step=2)
-    accumulate = run.trainer.actor.accumulate
-    run.trainer.actor.accumulate = lambda batch: (seen.append(rollout.sent["train-0"]), accumulate(batch))  # type: ignore[assignment,func-returns-value]
+    accumulate = run.trainer.learner.actor.accumulate
+    run.trainer.learner.actor.accumulate = lambda batch: (seen.append(rollout.sent["train-0"]), accumulate(batch))  # type: ignore[assignment,func-returns-value]
     run.trainer.run()
     # The sixteenth sample may be scored just before the fake has counted it.
     assert min(seen) >= 15
@@ -393,8 +392,8 @@ def test_silence_becomes_an_error_that_says_what_was_awaited(
 def test_a_long_training_pass_is_not_taken_for_silence(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.train.batches.STALL_GRACE_S", 0.2)
     run = make_run(deadline_s=0.1, steps=1, evaluate=False)
-    accumulate = run.trainer.actor.accumulate
-    run.trainer.actor.accumulate = lambda batch: (time.sleep(0.4), accumulate(batch))  # type: ignore[assignment,func-returns-value]
+    accumulate = run.trainer.learner.actor.accumulate
+    run.trainer.learner.actor.accumulate = lambda batch: (time.sleep(0.4), accumulate(batch))  # type: ignore[assignment,func-returns-value]
     run.trainer.run()
     assert run.metrics[0]["optimizer_steps"] == 1
 
@@ -415,9 +414,9 @@ def test_the_watch_is_called_while_waiting_and_can_end_the_run(make_run: MakeRun
 
 def test_old_checkpoints_that_stay_are_a_warning(make_run: MakeRun, tmp_path: Path) -> None:
     class Stuck(Checkpoints):
-        def save(self, actor: Actor, position: Position, critic: Critic | None = None) -> Saved:
+        def save(self, actor: Actor, position: Position, state: StateTensors | None = None) -> Saved:
             return dataclasses.replace(
-                super().save(actor, position, critic), left="can't be removed: step-000000 (busy)"
+                super().save(actor, position, state), left="can't be removed: step-000000 (busy)"
             )
 
     run = make_run(checkpoints=Stuck(tmp_path / "stuck", 1), steps=1, evaluate=False)
@@ -478,15 +477,15 @@ def test_an_error_cancels_what_is_open_and_a_run_that_ends_well_nothing(make_run
     good.trainer.run()
     assert good.rollout.cancelled == {}
     broken = make_run(rollout=FakeRollout(gate=lambda batch, number: 0.0 if number < 12 else 3600.0))
-    broken.trainer.actor.optimizer_step = lambda position: 1 / 0  # type: ignore[assignment,return-value]
-    broken.trainer.actor.accumulate = lambda batch: 1 / 0  # type: ignore[assignment,return-value]
+    broken.trainer.learner.actor.optimizer_step = lambda position: 1 / 0  # type: ignore[assignment,return-value]
+    broken.trainer.learner.actor.accumulate = lambda batch: 1 / 0  # type: ignore[assignment,return-value]
     with pytest.raises(ZeroDivisionError):
         broken.trainer.run()
     assert broken.rollout.cancelled["train-0"] == "ZeroDivisionError: division by zero"
 
 
 class FullDisk:
-    def save(self, actor: Any, position: Any, critic: Any = None) -> Any:
+    def save(self, actor: Any, position: Any, state: Any = None) -> Any:
         raise StorageError("the checkpoint can't be written: No space left on device")
 
 

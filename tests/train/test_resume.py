@@ -22,6 +22,7 @@ from penstock.sample import Prompt, SampleId
 from penstock.train.actor import Actor
 from penstock.train.checkpoint import Checkpoints, find_checkpoint, load_checkpoint
 from penstock.train.edge import EdgeLoop
+from penstock.train.learner import Learner
 from penstock.train.loop import Trainer, TrainerPorts
 
 # Everything that reads a clock or counts from the process's start.
@@ -96,7 +97,7 @@ class Run:
             ),
             checkpoints=Checkpoints(folder, 3),
         )
-        Trainer(config, self.actor, ports, start_step=start).run()
+        Trainer(config, Learner(config, self.actor), ports, start_step=start).run()
 
     def _speak(self, batch: str, sample: FinishedSample) -> FinishedSample:
         """What an engine with these weights says: other weights, other tokens."""

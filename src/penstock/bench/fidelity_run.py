@@ -32,6 +32,7 @@ from penstock.train.actor import Actor
 from penstock.train.batching import PassBatch
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.edge import EdgeLoop
+from penstock.train.learner import Learner
 from penstock.train.loop import Trainer, TrainerPorts
 from penstock.weights import WeightStore
 
@@ -238,7 +239,7 @@ def _rig(setting: Setting, model: Path, folder: Path) -> Iterator[_Rig]:
             watch=lambda: None,
         )
         parts.callback(machines.close)
-        yield _Rig(Trainer(config, actor, ports), machines, server)
+        yield _Rig(Trainer(config, Learner(config, actor), ports), machines, server)
 
 
 async def _open_server(config: RunConfig, token: str) -> ManagerServer:

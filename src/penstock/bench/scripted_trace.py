@@ -52,6 +52,7 @@ from penstock.train.actor import Actor
 from penstock.train.batching import PassBatch
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.edge import EdgeLoop
+from penstock.train.learner import Learner
 from penstock.train.loop import Trainer, TrainerPorts
 from penstock.train.mini_batch import OptimizerStep
 from penstock.train.processes import LocalProcesses
@@ -318,7 +319,7 @@ def _rig(folder: Path, measured: Measured) -> Iterator[tuple[Trainer, _Machines,
                 time.sleep(0.02)
 
         actor = PacedActor(folder / "model", config.train, total_optimizer_steps=1, horizon_tokens=MOST_TOKENS)
-        yield Trainer(config, actor, ports), machines, ready
+        yield Trainer(config, Learner(config, actor), ports), machines, ready
 
 
 async def _open_scorer() -> Scorer:

@@ -33,6 +33,7 @@ from penstock.train.actor import Actor
 from penstock.train.batching import collate
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.edge import EdgeLoop
+from penstock.train.learner import Learner
 from penstock.train.loop import Trainer, TrainerPorts
 from penstock.train.mini_batch import OptimizerStep
 from penstock.train.processes import LocalProcesses
@@ -141,8 +142,8 @@ def _pair(streaming: Trainer, waiting: Trainer, ready: Any, step: int) -> Pair:
         trainer.step, trainer.version = step, version
         ready(version)
         metrics.append(trainer.train_step())
-        assert isinstance(trainer.actor, RecordingActor)
-        gradients.append(trainer.actor.gradient)
+        assert isinstance(trainer.learner.actor, RecordingActor)
+        gradients.append(trainer.learner.actor.gradient)
         version = trainer.version
     if order[0] is waiting:
         metrics.reverse()
@@ -200,8 +201,10 @@ def _bench(folder: Path, rollout_over_training: float) -> Iterator[tuple[Trainer
                     raise DeadlineExceeded(f"{ENGINES} instances were not ready with version {version} in {CALL_S:g} s")
                 time.sleep(0.02)
 
-        streaming = Trainer(config, actor, ports)
-        waiting = Trainer(_config(folder / "model", tokens_per_s / ENGINES, streaming=False), actor, ports)
+        streaming = Trainer(config, Learner(config, actor), ports)
+        waiting = Trainer(
+            _config(folder / "model", tokens_per_s / ENGINES, streaming=False), Learner(config, actor), ports
+        )
         streaming.publish()
         yield streaming, waiting, ready
 

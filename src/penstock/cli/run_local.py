@@ -40,14 +40,14 @@ from penstock.reward.scorer import Scorer
 from penstock.rollout.client import RolloutClient
 from penstock.rollout.doors import Role, Tokens
 from penstock.sample import Prompt
-from penstock.train.actor import Actor
-from penstock.train.advantages import get_advantage
-from penstock.train.checkpoint import Checkpoints, find_checkpoint, load_checkpoint, read_position
-from penstock.train.critic import Critic
+from penstock.train.checkpoint import Checkpoints, find_checkpoint, read_position
 from penstock.train.edge import EdgeLoop
+from penstock.train.learner import Learner
 from penstock.train.loop import Trainer, TrainerPorts
 from penstock.train.preflight import check as preflight
 from penstock.train.processes import FLEET_FILE, LocalProcesses
+from penstock.train.ranks import Ranks
+from penstock.train.start import follow, make_learner
 from penstock.train.warm_start import ensure_model
 from penstock.weights import WeightStore
 from penstock.weights.ways import lenders_of
@@ -63,20 +63,27 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def run(config: RunConfig, resume: str | None) -> int:
-    """Trains as `config` says, in a new folder or, with `resume` (a folder, or `latest`), in that run's own."""
-    with _interruptible():
+    """Trains as `config` says, in a new folder or, with `resume` (a folder, or `latest`), in that run's own.
+
+    Of ranks that torchrun started, the first one does all that; the others learn with it.
+    """
+    with _interruptible(), contextlib.closing(Ranks.from_environment()) as ranks:
+        if not ranks.leads:
+            follow(config, ranks)
+            return 0
         preflight(config)
         checkpoint = _checkpoint(config, find_run(config, resume)) if resume else None
         folder = checkpoint.parent.parent if checkpoint else make_folder(config)
         with locked(folder):
-            return _Run(config, folder, checkpoint).carry_out()
+            return _Run(config, folder, checkpoint, ranks).carry_out()
 
 
 class _Run:
     """One run from its first event to its summary."""
 
-    def __init__(self, config: RunConfig, folder: Path, checkpoint: Path | None) -> None:
+    def __init__(self, config: RunConfig, folder: Path, checkpoint: Path | None, ranks: Ranks) -> None:
         self.config = config
+        self.ranks = ranks
         self.folder = folder
         self.checkpoint = checkpoint
         """Where to go on from."""
@@ -145,7 +152,7 @@ class _Run:
             processes.start_engine(manager_url, "the run starts")
 
         # The engines start up on their own while this process loads the model.
-        actor, critic, start_step = self._learners(base)
+        learner, start_step = self._learner(base)
         store = WeightStore(
             self.folder.name,
             config.weights.host,
@@ -203,7 +210,7 @@ class _Run:
             checkpoints=Checkpoints(self.folder / "checkpoints", config.train.keep_checkpoints),
             watch=watch,
         )
-        trainer = Trainer(config, actor, ports, critic=critic, start_step=start_step)
+        trainer = Trainer(config, learner, ports, start_step=start_step)
         try:
             trainer.run()
         except BaseException as error:
@@ -215,6 +222,7 @@ class _Run:
             if isinstance(error, RolloutError):
                 processes.check_manager()
             raise
+        learner.end()
         watch.finish()
         fleet.release()
         # Here and not with the rest: the manager still tells what it had of each engine when that one said goodbye.
@@ -254,23 +262,12 @@ class _Run:
                 f"in {base} (max_position_embeddings)"
             )
 
-    def _learners(self, base: Path) -> tuple[Actor, Critic | None, int]:
-        """Actor, the critic that its advantages ask for, and the step to go on with."""
-        config, train = self.config, self.config.train
-        shared: dict[str, Any] = {
-            "total_optimizer_steps": train.steps * train.mini_batches_per_step * train.epochs,
-            "horizon_tokens": config.rollout.sampling.max_new_tokens,
-            "dtype": config.model.dtype,
-        }
-        actor = Actor(base, train, **shared)
-        critic = None
-        if get_advantage(train.advantage).has_critic:
-            critic = Critic(Path(train.critic.path) if train.critic.path else base, train, **shared)
-        if self.checkpoint is None:
-            return actor, critic, 0
-        position = load_checkpoint(self.checkpoint, actor, critic)
-        self._say(f"resumed from {self.checkpoint}")
-        return actor, critic, position.step
+    def _learner(self, base: Path) -> tuple[Learner, int]:
+        """What learns, and the step to go on with."""
+        learner, position = make_learner(self.config, base, self.checkpoint, self.ranks)
+        if self.checkpoint is not None:
+            self._say(f"resumed from {self.checkpoint}")
+        return learner, position
 
     def _scorers(self, edge: EdgeLoop, parts: contextlib.ExitStack) -> tuple[Scorer, Scorer]:
         """The reward's, and evaluation's apart from it, so that replacing the reward never replaces the yardstick."""

@@ -399,7 +399,11 @@ class TrainConfig(_Section):
     rollout_correction_cap: float = Field(default=2.0, gt=0)
     """Bound on that weight."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, or `auto`."""
+    """`cpu`, `cuda`, `cuda:1`, or `auto`. Ranks that torchrun starts take the device of their local rank."""
+    activation_checkpointing: bool = False
+    """Makes activations again in the backward pass rather than keep them: less memory, a third more computation."""
+    cpu_offload: bool = False
+    """Of several ranks: shards and optimizer stay in host memory."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of the trainer; 0 leaves PyTorch's choice."""
     eval_every: int = Field(default=0, ge=0)

@@ -10,8 +10,6 @@ be lost. Dropout stays off, so that a pass gives the log-probabilities that samp
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,12 +22,14 @@ from torch import Tensor
 from penstock.config.run import TrainConfig, old_logprobs_refusal
 from penstock.errors import CheckpointError, ConfigError, MissingExtra
 from penstock.train.batching import PassBatch
-from penstock.train.forward import TokenScores, score_tokens
+from penstock.train.forward import TokenScorer, TokenScores
 from penstock.train.losses import approximate_kl, token_weights, truncated_importance
 from penstock.train.mini_batch import MiniBatch, OptimizerStep
 from penstock.train.packing import use_packing
 from penstock.train.policy_losses import get_loss
+from penstock.train.ranks import Ranks
 from penstock.train.schedule import lr_at
+from penstock.train.sharding import checkpoint_activations, full, layers_of, local, shard
 from penstock.train.sums import Sums
 
 __all__ = ["Actor", "NamedTensor", "load_causal_lm", "pick_device"]
@@ -57,7 +57,9 @@ class Actor:
         total_optimizer_steps: int,
         horizon_tokens: int,
         dtype: str = "float32",
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks or Ranks()
         self.folder = folder
         self.config = config
         self.dtype = dtype
@@ -67,9 +69,12 @@ class Actor:
         self.horizon_tokens = horizon_tokens
         if config.threads:
             torch.set_num_threads(config.threads)
-        self.model = load_causal_lm(folder).to(self.device)
-        self.reference = _frozen_copy(self.model) if config.kl_coef > 0 else None
-        self._snapshot: Any = None
+        self._scorer = self._scorer_of(load_causal_lm(folder).to(self.device))
+        self.model = self._scorer.lm
+        if config.activation_checkpointing:
+            checkpoint_activations(layers_of(self.model))
+        self.reference = self._frozen() if config.kl_coef > 0 else None
+        self._snapshot: TokenScorer | None = None
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.lr,
@@ -82,7 +87,7 @@ class Actor:
         """Weight of the KL penalty now; the adaptive controller moves it."""
         self.steps_skipped = 0
         """Optimizer steps refused for a non-finite loss or gradient, in the whole run."""
-        self.mini_batch = MiniBatch(list(self.model.parameters()), self.optimizer, config.max_grad_norm)
+        self.mini_batch = MiniBatch(list(self.model.parameters()), self.optimizer, config.max_grad_norm, self.ranks)
         self._moved = False
         self._temperature = 1.0
         self._old_from_rollout = False
@@ -112,7 +117,7 @@ class Actor:
         config = self.config
         batch = batch.to(self.device)
         weights = token_weights(batch.mask_BT, config.aggregation, self.horizon_tokens)
-        scores = self._score(self.model, batch, entropy_gradient=config.entropy_coef > 0)
+        scores = self._score(self._scorer, batch, entropy_gradient=config.entropy_coef > 0)
         old_logprobs_BT = self._old_logprobs(batch, scores)
         policy = self._policy_loss(scores.logprobs_BT, old_logprobs_BT, batch.advantages_BT, batch.mask_BT, config)
         loss_BT = policy.loss_BT
@@ -172,7 +177,7 @@ class Actor:
         batch = batch.to(self.device)
         if self._old_from_rollout:
             return replace(batch, old_logprobs_BT=batch.rollout_logprobs_BT)
-        model = self._snapshot if self._moved and self._snapshot is not None else self.model
+        model = self._snapshot if self._moved and self._snapshot is not None else self._scorer
         return replace(batch, old_logprobs_BT=self._score(model, batch).logprobs_BT)
 
     @torch.no_grad()
@@ -186,21 +191,23 @@ class Actor:
     @torch.no_grad()
     def logprobs(self, batch: PassBatch) -> Tensor:
         """float32 [B, T] log-probabilities of the output tokens at temperature 1, by the weights as they are now."""
-        return self._score(self.model, batch.to(self.device)).model_logprobs_BT
+        return self._score(self._scorer, batch.to(self.device)).model_logprobs_BT
 
     # ---- weights to send
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         """All weights under their Hugging Face names, tied ones once; views of them where they lie in host memory.
 
-        The views are valid until the next optimizer step.
+        The views are valid until the next optimizer step. Shards are put together one tensor at a time; every rank
+        has to go through all of them.
         """
-        for name, tensor in self.named_weights():
+        for name, shard_or_whole in self.named_weights():
+            tensor = full(shard_or_whole)
             sent = tensor.to(torch.bfloat16) if self.dtype == "bfloat16" and tensor.is_floating_point() else tensor
             yield name, _SAFETENSORS_DTYPES[sent.dtype], tuple(sent.shape), tensor_bytes(sent)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and persistent buffers by Hugging Face name, tied ones once."""
+        """Parameters and persistent buffers by Hugging Face name, tied ones once; of several ranks this one's."""
         seen: set[int] = set()
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
@@ -228,18 +235,26 @@ class Actor:
 
     def _remember_weights(self) -> None:
         if self._snapshot is None:
-            self._snapshot = _frozen_copy(self.model)
-            return
+            self._snapshot = self._frozen()
         with torch.no_grad():
             for kept, now in zip(self._snapshot.parameters(), self.model.parameters(), strict=True):
-                kept.copy_(now)
+                local(kept).copy_(local(now))
 
-    def _score(self, model: Any, batch: PassBatch, *, entropy_gradient: bool = False) -> TokenScores:
-        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if self.dtype == "bfloat16":
-            context = torch.autocast(self.device.type, dtype=torch.bfloat16)
-        with context:
-            return score_tokens(model, batch, temperature=self._temperature, entropy_gradient=entropy_gradient)
+    def _frozen(self) -> TokenScorer:
+        """The model of the run's start, which learns nothing."""
+        return self._scorer_of(load_causal_lm(self.folder).to(self.device).requires_grad_(False))
+
+    def _scorer_of(self, model: Any) -> TokenScorer:
+        scorer = TokenScorer(model)
+        shard(scorer, layers_of(model), self.ranks, self.dtype, cpu_offload=self.config.cpu_offload)
+        return scorer
+
+    def _score(self, scorer: TokenScorer, batch: PassBatch, *, entropy_gradient: bool = False) -> TokenScores:
+        # Shards are exchanged in bfloat16 already, and layers compute in what they are given.
+        whole = self.dtype == "bfloat16" and self.ranks.size == 1
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=whole):
+            scores: TokenScores = scorer(batch, self._temperature, entropy_gradient)
+            return scores
 
 
 _SAFETENSORS_DTYPES = {
@@ -310,7 +325,3 @@ def load_causal_lm(folder: Path) -> Any:
         raise CheckpointError(f"{folder}: weights are missing or of another shape: {', '.join(missing[:5])}")
     use_packing(model)
     return model.eval()
-
-
-def _frozen_copy(model: Any) -> Any:
-    return copy.deepcopy(model).requires_grad_(False)

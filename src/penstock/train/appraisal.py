@@ -18,8 +18,9 @@ from penstock.config.run import TrainConfig
 from penstock.sample import Group, Sample, Score
 from penstock.train.actor import Actor
 from penstock.train.advantages import Outcomes, Valued, get_advantage, has_signal
-from penstock.train.batching import PassBatch, collate_samples, split_passes
+from penstock.train.batching import PassBatch, collate_samples, idle_pass, split_passes
 from penstock.train.critic import Critic
+from penstock.train.ranks import Ranks
 from penstock.train.tally import Tally, value_of
 
 __all__ = ["Appraiser"]
@@ -36,8 +37,9 @@ class _Known(NamedTuple):
 class Appraiser:
     """Makes passes for `actor` and, where the advantage asks for values, `critic`."""
 
-    def __init__(self, config: TrainConfig, actor: Actor, critic: Critic | None) -> None:
+    def __init__(self, config: TrainConfig, actor: Actor, critic: Critic | None, ranks: Ranks) -> None:
         self.config = config
+        self._ranks = ranks
         self.estimator = get_advantage(config.advantage)
         self._actor = actor
         self._critic = critic
@@ -50,7 +52,7 @@ class Appraiser:
     def passes(
         self, groups: Sequence[Group], tally: Tally, baselines: Mapping[int, float], watch: Callable[[], None]
     ) -> list[PassBatch]:
-        """The passes of whole groups. `baselines`: greedy answers' rewards by prompt, of every group's prompt."""
+        """This rank's passes of whole groups. `baselines`: greedy answers' rewards by prompt."""
         samples = [sample for group in groups for sample in group.samples]
         if not samples:
             return []
@@ -60,12 +62,22 @@ class Appraiser:
         signal = has_signal(valued.advantages_BT, group_B).tolist()
         tally.take_in(groups, signal)
         chosen = [k for k in range(len(samples)) if signal[k] or not self._skips_without_signal]
+        parts = self._split([samples[k] for k in chosen])
+        tally.passes += len(parts)
         batches = []
-        for part in split_passes([_length(samples[k]) for k in chosen], self.config.tokens_per_micro_batch):
-            rows = [chosen[k] for k in part]
-            batches.append(_with(collate_samples([samples[k] for k in rows]), rows, valued, known))
-        tally.passes += len(batches)
+        for part in self._own(parts):
+            rows = [chosen[k] for k in part] or [chosen[0]]
+            batch = collate_samples([samples[k] for k in rows]) if part else idle_pass(samples[chosen[0]])
+            batches.append(_with(batch, rows, valued, known))
         return batches
+
+    def _split(self, samples: Sequence[Sample]) -> list[list[int]]:
+        lengths = [len(sample.prompt.token_ids) + len(sample.token_ids) for sample in samples]
+        return split_passes(lengths, self.config.tokens_per_micro_batch, self._ranks.size)
+
+    def _own(self, parts: list[list[int]]) -> list[list[int]]:
+        """This rank's passes: each has as many, since all have to compute at the same time."""
+        return parts[self._ranks.rank :: self._ranks.size]
 
     def _look(self, samples: Sequence[Sample], watch: Callable[[], None]) -> _Known:
         """The forward passes that have to come before advantages are known, or before weights move."""
@@ -75,22 +87,26 @@ class Appraiser:
             return _Known(None, None, None)
         longest = max(len(sample.token_ids) for sample in samples)
         old_BT, kl_BT, values_BT = (torch.zeros(len(samples), longest) for _ in range(3))
-        for rows in split_passes([_length(sample) for sample in samples], self.config.tokens_per_micro_batch):
-            batch = collate_samples([samples[k] for k in rows])
+        for part in self._own(self._split(samples)):
+            rows = part or [0]
+            batch = collate_samples([samples[k] for k in rows]) if part else idle_pass(samples[0])
             mask_BT, width = batch.mask_BT, batch.mask_BT.shape[1]
             if wants_old:
                 batch = self._actor.with_old_logprobs(batch)
                 assert batch.old_logprobs_BT is not None
-                old_BT[rows, :width] = batch.old_logprobs_BT.cpu()
+                old_BT[rows, :width] += batch.old_logprobs_BT.cpu() * mask_BT
             if penalised:
                 kl = self._actor.kl_to_reference(batch)
                 self._actor.sums.add("kl", kl, mask_BT.to(kl.device, torch.float32))
-                kl_BT[rows, :width] = kl.cpu()
+                kl_BT[rows, :width] += kl.cpu() * mask_BT
             if self._critic is not None:
                 batch = self._critic.with_values(batch)
                 assert batch.values_BT is not None
-                values_BT[rows, :width] = batch.values_BT.cpu()
+                values_BT[rows, :width] += batch.values_BT.cpu() * mask_BT
             watch()
+        if self._ranks.size > 1:
+            self._ranks.add_up(together := torch.stack([old_BT, kl_BT, values_BT]))
+            old_BT, kl_BT, values_BT = together.unbind()
         return _Known(
             old_BT if wants_old else None,
             kl_BT if penalised else None,
@@ -143,7 +159,3 @@ def _parts(samples: Sequence[Sample]) -> dict[str, Tensor]:
     scores = [sample.score.parts if isinstance(sample.score, Score) else {} for sample in samples]
     names = sorted({name for score in scores for name in score})
     return {name: torch.tensor([score.get(name, float("nan")) for score in scores]) for name in names}
-
-
-def _length(sample: Sample) -> int:
-    return len(sample.prompt.token_ids) + len(sample.token_ids)

@@ -6,6 +6,7 @@ Refuses to know about models and losses. Shape suffixes: `_F`, all F fed tokens 
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 from penstock.sample import Sample
 from penstock.train.packing import Layout
 
-__all__ = ["PassBatch", "collate", "collate_samples", "split_passes"]
+__all__ = ["PassBatch", "collate", "collate_samples", "idle_pass", "split_passes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,15 @@ class PassBatch:
         return PassBatch(layout=self.layout.to(device), **moved)
 
 
-def split_passes(lengths: Sequence[int], tokens_per_micro_batch: int) -> list[list[int]]:
+def split_passes(lengths: Sequence[int], tokens_per_micro_batch: int, ranks: int = 1) -> list[list[int]]:
     """Indices of the samples of each pass: their lengths add up to at most `tokens_per_micro_batch`.
 
     Samples are sorted by length (ties keep their order), so that those of a pass are alike. One that is longer than
-    the budget goes alone.
+    the budget goes alone. With several `ranks`, each of which takes every `ranks`-th pass, passes are as many for each
+    and nearly equal in tokens (longest first to the emptiest, Graham 1969); some may be empty.
     """
+    if ranks > 1:
+        return _even_passes(lengths, tokens_per_micro_batch, ranks)
     passes: list[list[int]] = []
     room = 0
     for k in sorted(range(len(lengths)), key=lambda k: -lengths[k]):
@@ -79,6 +83,23 @@ def split_passes(lengths: Sequence[int], tokens_per_micro_batch: int) -> list[li
     return passes
 
 
+def _even_passes(lengths: Sequence[int], tokens_per_micro_batch: int, ranks: int) -> list[list[int]]:
+    order = sorted(range(len(lengths)), key=lambda k: -lengths[k])
+    count = -(-len(split_passes(lengths, tokens_per_micro_batch)) // ranks) * ranks
+    while count:
+        passes: list[list[int]] = [[] for _ in range(count)]
+        emptiest = [(0, k) for k in range(count)]
+        for k in order:
+            tokens, at = heapq.heappop(emptiest)
+            passes[at].append(k)
+            heapq.heappush(emptiest, (tokens + lengths[k], at))
+        sums = [sum(lengths[k] for k in rows) for rows in passes]
+        if all(total <= tokens_per_micro_batch or len(rows) == 1 for total, rows in zip(sums, passes, strict=True)):
+            return passes
+        count += ranks
+    return []
+
+
 def collate_samples(samples: Sequence[Sample], advantages: Sequence[float] | None = None) -> PassBatch:
     """Lays out finished samples; their columns are copied once, flat."""
     return collate(
@@ -87,6 +108,12 @@ def collate_samples(samples: Sequence[Sample], advantages: Sequence[float] | Non
         [sample.logprobs for sample in samples],
         advantages,
     )
+
+
+def idle_pass(sample: Sample) -> PassBatch:
+    """One sample of which nothing is learned: for a rank that has no other while the others have one."""
+    nothing = [[False] * len(sample.token_ids)]
+    return collate([sample.prompt.token_ids], [sample.token_ids], [sample.logprobs], learned=nothing)
 
 
 def collate(

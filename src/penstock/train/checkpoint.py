@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,17 @@ from torch import Tensor
 from penstock.errors import CheckpointError, StorageError
 from penstock.train.actor import Actor, safetensors_dtype, tensor_bytes
 from penstock.train.critic import Critic
+from penstock.train.sharding import assign, full
 
-__all__ = ["Checkpoints", "Position", "find_checkpoint", "load_checkpoint", "write_safetensors"]
+__all__ = [
+    "Checkpoints",
+    "Position",
+    "StateTensors",
+    "find_checkpoint",
+    "load_checkpoint",
+    "state_tensors",
+    "write_safetensors",
+]
 
 FORMAT = 1
 CRITIC_FILE = "critic.safetensors"
@@ -65,6 +74,15 @@ class Saved:
     """What could not be removed, and why; the checkpoint itself is in place."""
 
 
+class StateTensors(NamedTuple):
+    """A run's tensors by name, whole, by the file that they are written to."""
+
+    weights: list[tuple[str, Tensor]]
+    trainer: list[tuple[str, Tensor]]
+    critic: list[tuple[str, Tensor]]
+    """Empty where there is no critic."""
+
+
 class Checkpoints:
     """The checkpoints of one run, in `folder`: `step-000020` and so on; the last `keep` are kept."""
 
@@ -72,8 +90,8 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
 
-    def save(self, actor: Actor, position: Position, critic: Critic | None = None) -> Saved:
-        """Writes one checkpoint and removes those that are not kept.
+    def save(self, actor: Actor, position: Position, state: StateTensors | None = None) -> Saved:
+        """Writes one checkpoint and removes those that are not kept. `state`: by default the actor's alone.
 
         Raises StorageError where the disk refuses to write; older checkpoints are then as they were.
         """
@@ -84,7 +102,7 @@ class Checkpoints:
             # Before, since a disk that is full of them would refuse; once more behind, to tell of what stays.
             _remove(self._leftovers())
             unfinished.mkdir()
-            _write(unfinished, actor, position, critic)
+            _write(unfinished, actor, position, state or state_tensors(actor, None))
             nbytes = sum(file.stat().st_size for file in unfinished.iterdir())
             _put_in_place(unfinished, final)
         except OSError as error:
@@ -174,7 +192,7 @@ def _remove(folders: Iterable[Path]) -> str:
     return f"can't be removed: {', '.join(left)}" if left else ""
 
 
-def _write(folder: Path, actor: Actor, position: Position, critic: Critic | None) -> None:
+def _write(folder: Path, actor: Actor, position: Position, state: StateTensors) -> None:
     for pattern in _TOKENIZER_FILES:
         for file in sorted(actor.folder.glob(pattern)):
             if file.is_file():
@@ -183,11 +201,10 @@ def _write(folder: Path, actor: Actor, position: Position, critic: Critic | None
     # The master weights are kept, so that a resumed run is the same run.
     config["dtype"] = "float32"
     _write_bytes(folder / "config.json", json.dumps(config, indent=2).encode())
-    write_safetensors(folder / "model.safetensors", actor.named_weights(), {"format": "pt"})
-    write_safetensors(folder / "trainer.safetensors", [*_optimizer_tensors(actor), *_random_tensors(actor.device)], {})
-    if critic is not None:
-        weights = ((f"weight/{name}", tensor) for name, tensor in critic.named_weights())
-        write_safetensors(folder / CRITIC_FILE, [*weights, *_optimizer_tensors(critic)], {})
+    write_safetensors(folder / "model.safetensors", state.weights, {"format": "pt"})
+    write_safetensors(folder / "trainer.safetensors", state.trainer, {})
+    if state.critic:
+        write_safetensors(folder / CRITIC_FILE, state.critic, {})
     described = {
         "format": FORMAT,
         **asdict(position),
@@ -220,10 +237,20 @@ def write_safetensors(path: Path, tensors: Iterable[tuple[str, Tensor]], metadat
         os.fsync(file.fileno())
 
 
+def state_tensors(actor: Actor, critic: Critic | None) -> StateTensors:
+    """What a checkpoint keeps. Of several ranks each has to ask at the same time; the leader writes."""
+    weights = [(name, full(tensor)) for name, tensor in actor.named_weights()]
+    trainer = [*_optimizer_tensors(actor), *_random_tensors(actor.device)]
+    if critic is None:
+        return StateTensors(weights, trainer, [])
+    values = [(f"weight/{name}", full(tensor)) for name, tensor in critic.named_weights()]
+    return StateTensors(weights, trainer, [*values, *_optimizer_tensors(critic)])
+
+
 def _optimizer_tensors(learner: Actor | Critic) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in learner.model.named_parameters():
         for key, value in sorted(learner.optimizer.state.get(parameter, {}).items()):
-            yield f"optimizer/{key}/{name}", value
+            yield f"optimizer/{key}/{name}", full(value)
 
 
 def _random_tensors(device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -303,7 +330,7 @@ def _fill_weights(path: Path, actor: Actor | Critic, weights: dict[str, Tensor])
                 f"{tensor.dtype} {tuple(tensor.shape)}"
             )
     for name, tensor in wanted.items():
-        tensor.copy_(weights[name])
+        assign(tensor, weights[name])
 
 
 def _fill_optimizer(path: Path, actor: Actor | Critic, state: dict[str, Tensor]) -> None:
@@ -317,6 +344,10 @@ def _fill_optimizer(path: Path, actor: Actor | Critic, state: dict[str, Tensor])
         if parameter is None or (value.dim() and value.shape != parameter.shape):
             raise CheckpointError(f"{path}: optimizer state '{full_name}' does not fit the model")
         # `step` counts live where the fused optimizer wants them: beside the parameter.
+        if value.dim():
+            kept = torch.zeros_like(parameter, requires_grad=False)
+            assign(kept, value)
+            value = kept
         actor.optimizer.state[parameter][key] = value.to(parameter.device)
 
 

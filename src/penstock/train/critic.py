@@ -20,7 +20,9 @@ from penstock.train.batching import PassBatch
 from penstock.train.losses import token_weights
 from penstock.train.mini_batch import MiniBatch, OptimizerStep
 from penstock.train.packing import hidden_states
+from penstock.train.ranks import Ranks
 from penstock.train.schedule import lr_at
+from penstock.train.sharding import checkpoint_activations, layers_of, shard
 from penstock.train.sums import Sums
 
 __all__ = ["Critic", "value_loss"]
@@ -47,8 +49,16 @@ class Critic:
     """
 
     def __init__(
-        self, folder: Path, config: TrainConfig, *, total_optimizer_steps: int, horizon_tokens: int, dtype: str
+        self,
+        folder: Path,
+        config: TrainConfig,
+        *,
+        total_optimizer_steps: int,
+        horizon_tokens: int,
+        dtype: str,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks or Ranks()
         self.config = config
         self.dtype = dtype
         self.device = pick_device(config.device)
@@ -57,10 +67,14 @@ class Critic:
         model = load_causal_lm(folder)
         self.model = _ValueModel(model.base_model, model.get_output_embeddings().weight.shape[1]).to(self.device)
         own = config.critic
+        if config.activation_checkpointing:
+            checkpoint_activations(layers_of(self.model.backbone))
+        layers = layers_of(self.model.backbone)
+        shard(self.model, layers, self.ranks, dtype, cpu_offload=config.cpu_offload)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=own.lr, betas=config.betas, weight_decay=own.weight_decay, fused=True
         )
-        self.mini_batch = MiniBatch(list(self.model.parameters()), self.optimizer, own.max_grad_norm)
+        self.mini_batch = MiniBatch(list(self.model.parameters()), self.optimizer, own.max_grad_norm, self.ranks)
         self.sums = Sums()
         self.steps_skipped = 0
         """Optimizer steps refused for a non-finite loss or gradient, in the whole run."""
@@ -108,7 +122,8 @@ class Critic:
             yield name, tensor.detach()
 
     def _values(self, batch: PassBatch) -> Tensor:
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == "bfloat16"):
+        whole = self.dtype == "bfloat16" and self.ranks.size == 1
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=whole):
             values_N = self.model(batch)
         empty_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float32, device=self.device)
         return empty_BT.masked_scatter(batch.mask_BT, values_N.float())

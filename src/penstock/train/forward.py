@@ -16,10 +16,21 @@ from torch.utils.checkpoint import checkpoint
 from penstock.train.batching import PassBatch
 from penstock.train.packing import hidden_states
 
-__all__ = ["MAX_LOGITS", "TokenScores", "score_tokens"]
+__all__ = ["MAX_LOGITS", "TokenScorer", "TokenScores", "score_tokens"]
 
 MAX_LOGITS = 2**27
 """Most logits held at once: 512 MiB in float32."""
+
+
+class TokenScorer(torch.nn.Module):
+    """A causal LM that is asked for `TokenScores` alone; the unit that ranks cut (`sharding`)."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, batch: PassBatch, temperature: float, entropy_gradient: bool) -> TokenScores:
+        return score_tokens(self.lm, batch, temperature=temperature, entropy_gradient=entropy_gradient)
 
 
 class TokenScores(NamedTuple):

@@ -17,15 +17,11 @@ from penstock.config.run import RunConfig
 from penstock.errors import RewardError, StorageError
 from penstock.observe import events
 from penstock.sample import Group
-from penstock.train.actor import Actor
-from penstock.train.appraisal import Appraiser
 from penstock.train.batches import Batches
-from penstock.train.batching import PassBatch
 from penstock.train.checkpoint import Position
-from penstock.train.critic import Critic
 from penstock.train.intake import Intake
+from penstock.train.learner import Learner, Steps
 from penstock.train.losses import steered_kl_coef
-from penstock.train.mini_batch import OptimizerStep
 from penstock.train.ports import TrainerPorts
 from penstock.train.publishing import Publishing
 from penstock.train.tally import Tally, value_of
@@ -35,9 +31,7 @@ __all__ = ["Trainer", "TrainerPorts"]
 
 
 class Trainer:
-    """Runs `config.train.steps` steps with `actor`, from step `start_step` (0, or a checkpoint's).
-
-    `critic` is what the advantage estimator asks for, or None.
+    """Runs `config.train.steps` steps with `learner`, from step `start_step` (0, or a checkpoint's).
 
     `run()` returns when the last step is done, evaluated and saved. It raises RolloutError for a batch that can't be
     completed, RewardError where scoring itself is broken or has scored no group at all, StorageError where the last
@@ -49,16 +43,14 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        actor: Actor,
+        learner: Learner,
         ports: TrainerPorts,
         *,
-        critic: Critic | None = None,
         start_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self.actor = actor
-        self.critic = critic
+        self.learner = learner
         self.ports = ports
         self.step = start_step
         """Steps that are done."""
@@ -71,7 +63,6 @@ class Trainer:
         """Whether the weights are those that step `self.step` begins with."""
         self._worked_through = False
         """Whether they are those that step `self.step` ends with."""
-        self._appraiser = Appraiser(config.train, actor, critic)
         self._publishing = Publishing(ports, config.manager.reconnect_s)
         self._batches = Batches(config, ports, clock)
         self._turns = Turns(config, ports, clock)
@@ -103,7 +94,7 @@ class Trainer:
             # Its gradient is applied and nothing but words with the manager was left of it.
             self.step, self.version = self.step + 1, self.version + 1
             self._worked_through, self._at_boundary = False, True
-        if self._at_boundary and self.step > self._saved_step:
+        if self._at_boundary and self.step > self._saved_step and self.learner.in_step:
             self._save_if_possible()
 
     def train_step(self) -> dict[str, float]:
@@ -118,7 +109,7 @@ class Trainer:
         tally = Tally(self.version)
         self._publishing.settle(ports.watch)
         self._turns.begin(f"train-{step}", self.version, prompts)
-        estimator = self._appraiser.estimator
+        estimator = self.learner.estimator
         # Ahead of the samples, which can't be learned from without it.
         greedy = self._batches.submit_greedy(step, self.version, prompts) if estimator.has_baselines else None
         intake = self._batches.submit_training(step, self.version, prompts, whole=estimator.whole_mini_batch)
@@ -147,9 +138,8 @@ class Trainer:
         self._turns.ended(intake, tally.train_s, evaluation.waited_s if evaluation else 0.0)
         metrics = self._metrics(intake, tally, evaluation, self._clock() - began)
         if self.config.train.kl_target and "kl" in metrics:
-            self.actor.kl_coef = steered_kl_coef(
-                self.actor.kl_coef, metrics["kl"], intake.samples_expected, self.config.train
-            )
+            actor = self.learner.actor
+            actor.kl_coef = steered_kl_coef(actor.kl_coef, metrics["kl"], intake.samples_expected, self.config.train)
         ports.record(step, metrics)
         ports.emit(events.StepFinished(ts=time.time(), step=step, metrics=metrics))
         report = ports.rollout.report_step(step, metrics["step_s"], tally.train_s, metrics["trainer_wait_s"])
@@ -160,53 +150,21 @@ class Trainer:
         return metrics
 
     def _work_through(self, intake: Intake, tally: Tally, greedy: Mapping[int, float] | None) -> None:
-        """Takes groups as they come; gradient for each; the optimizer at each mini-batch boundary."""
-        train = self.config.train
-        self.actor.begin_step(self.config.rollout.sampling.temperature)
-        if self.critic is not None:
-            self.critic.begin_step()
-        passes: list[PassBatch] = []
+        """Takes groups as they come; gradient for each; the optimizers at each mini-batch boundary."""
+        self.learner.begin_step(self.step)
         while not intake.done:
-            groups = self._turns.take(intake, whole=not train.streaming)
+            groups = self._turns.take(intake, whole=not self.config.train.streaming)
             began = self._clock()
             if greedy is not None:
                 groups = self._with_baseline(groups, greedy)
-            fresh = self._appraiser.passes(groups, tally, greedy or {}, self.ports.watch)
+            ends = intake.packer.mini_batch_complete
+            if ends:
+                self._at_boundary = False
+            mini_batch = intake.packer.mini_batch if ends else None
+            steps = self.learner.learn(groups, tally, greedy or {}, mini_batch, self.ports.watch)
+            self._note_optimizer_steps(steps, tally)
             self._groups_learned_from += len(groups)
-            self._learn(fresh)
-            if train.epochs > 1:
-                passes += fresh
-            if intake.packer.mini_batch_complete:
-                self._end_mini_batch(intake.packer.mini_batch, passes, tally)
-                passes = []
             tally.train_s += self._clock() - began
-
-    def _learn(self, passes: Sequence[PassBatch]) -> None:
-        for batch in passes:
-            if self._actor_learns:
-                self.actor.accumulate(batch)
-            if self.critic is not None:
-                self.critic.accumulate(batch)
-            self.ports.watch()
-
-    def _end_mini_batch(self, mini_batch: int, passes: Sequence[PassBatch], tally: Tally) -> None:
-        """The optimizer step, and for each further epoch the same passes and another one."""
-        train = self.config.train
-        self._at_boundary = False
-        first = (self.step * train.mini_batches_per_step + mini_batch) * train.epochs
-        for position in range(first, first + train.epochs):
-            if position > first:
-                self._learn(passes)
-            if self._actor_learns:
-                self._note_optimizer_step(self.actor.optimizer_step(position), tally)
-            if self.critic is not None:
-                done = self.critic.optimizer_step(position)
-                if not done.applied:
-                    self._warn("optimizer", f"step {self.step}: the critic's step was left out: {done.cause}")
-
-    @property
-    def _actor_learns(self) -> bool:
-        return self.critic is None or self.step >= self.config.train.critic.alone_steps
 
     def _greedy_rewards(self, intake: Intake | None) -> dict[int, float] | None:
         """Waits for the greedy answers that rewards are compared with; their rewards by prompt."""
@@ -228,7 +186,7 @@ class Trainer:
 
         Returns once they are copied; who asks for samples of them waits until agents know of them.
         """
-        self._publishing.begin(self.version, self.actor.named_tensors(), self.actor.config_json())
+        self._publishing.begin(self.version, self.learner.weights(), self.learner.actor.config_json())
 
     # ---- evaluation
 
@@ -272,7 +230,7 @@ class Trainer:
 
     def _metrics(self, intake: Intake, tally: Tally, evaluation: Intake | None, step_s: float) -> dict[str, float]:
         waited_s = intake.waited_s + (evaluation.waited_s if evaluation else 0.0)
-        packer = intake.packer
+        packer, actor = intake.packer, self.learner.actor
         counted = {
             "samples": float(intake.samples_expected),
             "unscored": float(sum(packer.unscored_samples.values())),
@@ -287,21 +245,23 @@ class Trainer:
             "step_s": step_s,
             "publish_stall_s": self._publishing.stall_s,
             **self._turns.metrics(),
-            "optimizer_steps_skipped_total": float(self.actor.steps_skipped),
+            "optimizer_steps_skipped_total": float(actor.steps_skipped),
         }
         if self.config.train.kl_coef:
-            counted["kl_coef"] = self.actor.kl_coef
-        if self.critic is not None:
-            counted |= self.critic.sums.means()
-        return {**tally.metrics(), **self.actor.sums.means(), **counted}
+            counted["kl_coef"] = actor.kl_coef
+        return {**tally.metrics(), **self.learner.metrics(), **counted}
 
-    def _note_optimizer_step(self, done: OptimizerStep, tally: Tally) -> None:
-        tally.lr = done.lr
-        if done.applied:
-            tally.grad_norms.append(done.grad_norm)
-            tally.optimizer_steps += 1
-        else:
-            self._warn("optimizer", f"step {self.step}: the optimizer step was left out: {done.cause}")
+    def _note_optimizer_steps(self, steps: Sequence[Steps], tally: Tally) -> None:
+        for done in steps:
+            if done.actor is not None:
+                tally.lr = done.actor.lr
+                if done.actor.applied:
+                    tally.grad_norms.append(done.actor.grad_norm)
+                    tally.optimizer_steps += 1
+                else:
+                    self._warn("optimizer", f"step {self.step}: the optimizer step was left out: {done.actor.cause}")
+            if done.critic is not None and not done.critic.applied:
+                self._warn("optimizer", f"step {self.step}: the critic's step was left out: {done.critic.cause}")
 
     def _report_unscored(self, intake: Intake) -> None:
         causes = intake.unscored()
@@ -332,9 +292,8 @@ class Trainer:
 
     def _save(self) -> None:
         began = time.perf_counter()
-        saved = self.ports.checkpoints.save(
-            self.actor, Position(self.step, self.version, self.config.seed), self.critic
-        )
+        position = Position(self.step, self.version, self.config.seed)
+        saved = self.ports.checkpoints.save(self.learner.actor, position, self.learner.state())
         if saved.left:
             self._warn("checkpoint", f"{saved.path} is written; older ones {saved.left}")
         self._saved_step = self.step

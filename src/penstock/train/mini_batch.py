@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.train.losses import TokenWeights
+from penstock.train.ranks import Ranks
+from penstock.train.sharding import local
 
 __all__ = ["MiniBatch", "OptimizerStep"]
 
@@ -31,15 +33,26 @@ class OptimizerStep:
 
 
 class MiniBatch:
-    """The mini-batch that `parameters`, which `optimizer` steps, are learning from."""
+    """The mini-batch that `parameters`, which `optimizer` steps, are learning from; each rank has a part of it.
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
+    Gradients of shards are added up over ranks as they come (`sharding`); denominators, losses and norms here.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._ranks = ranks or Ranks()
         self._parameters = list(parameters)
         self._optimizer = optimizer
         self._max_grad_norm = max_grad_norm
         self.denominator: Tensor | None = None
         """Of the passes so far; what their gradient is divided by in the end. None before the first."""
         self._loss: Tensor | None = None
+        self._constant = False
 
     def begin(self) -> None:
         """Forgets what was added up."""
@@ -49,6 +62,7 @@ class MiniBatch:
     def add(self, loss_BT: Tensor, weights: TokenWeights) -> None:
         """Back-propagates the un-normalised sum of a pass's weighted losses."""
         loss = (weights.weights_BT * loss_BT).sum()
+        self._constant = weights.constant
         loss.backward()
         # A NaN can vanish in a clamp's backward pass, so the gradient alone doesn't tell.
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
@@ -67,15 +81,21 @@ class MiniBatch:
         self.denominator = self._loss = None
         if denominator is None or loss is None:
             return OptimizerStep(False, math.nan, lr, "no group of the mini-batch had a signal")
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if self._constant:
+            loss = self._ranks.add_up(loss)
+        else:
+            denominator, loss = self._ranks.add_up(torch.stack([denominator, loss])).unbind()
+        gradients = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         torch._foreach_div_(gradients, denominator)
         norm = torch.nn.utils.get_total_norm(gradients)
+        if self._ranks.size > 1:
+            norm = self._ranks.add_up(norm * norm).sqrt()
         grad_norm, mean = torch.stack([norm, loss / denominator]).tolist()
         if not (math.isfinite(grad_norm) and math.isfinite(mean)):
             self._optimizer.zero_grad(set_to_none=True)
             cause = f"the loss is {mean} and the gradient's norm {grad_norm}"
             return OptimizerStep(False, grad_norm, lr, cause, refused=True)
-        torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
+        torch._foreach_mul_(gradients, (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()

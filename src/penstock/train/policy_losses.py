@@ -228,7 +228,8 @@ def kl_cov(
     """
     ratio_BT = _ratio(logprobs_BT, old_logprobs_BT)
     covariance_N = _covariance(logprobs_BT, advantages_BT, mask_BT)[mask_BT]
-    highest = torch.topk(covariance_N, max(int(config.cov_share * covariance_N.numel()), 1)).indices
+    most = min(max(int(config.cov_share * covariance_N.numel()), 1), covariance_N.numel())
+    highest = torch.topk(covariance_N, most).indices
     held_N = torch.zeros_like(covariance_N, dtype=torch.bool)
     held_N[highest] = True
     held_BT = torch.zeros_like(mask_BT).masked_scatter(mask_BT, held_N)

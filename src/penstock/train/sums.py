@@ -29,10 +29,14 @@ class Sums:
 
     def means(self) -> dict[str, float]:
         """The mean of each name that has any weight, and forgets all."""
+        return {name: total / weight for name, (total, weight) in self.totals().items() if weight > 0}
+
+    def totals(self) -> dict[str, tuple[float, float]]:
+        """Weighted sum and sum of weights of each name, and forgets all."""
         names = list(self._totals)
         if not names:
             return {}
         both = torch.stack([torch.stack([self._totals[name], self._weights[name]]) for name in names]).tolist()
         self._totals.clear()
         self._weights.clear()
-        return {name: total / weight for name, (total, weight) in zip(names, both, strict=True) if weight > 0}
+        return {name: (total, weight) for name, (total, weight) in zip(names, both, strict=True)}

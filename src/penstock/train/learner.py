@@ -1,0 +1,180 @@
+"""From whole groups to optimizer steps, on every rank alike: actor, critic, advantages, epochs.
+
+Decides which passes are this rank's and in what order gradients, optimizer steps and epochs come. The leader tells
+the others of each call before it does its own part (`ranks`); `Follower` is what they run. Refuses to know where
+groups come from and who gets the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from penstock.config.run import RunConfig
+from penstock.sample import Group
+from penstock.train.actor import Actor, NamedTensor
+from penstock.train.appraisal import Appraiser
+from penstock.train.batching import PassBatch
+from penstock.train.checkpoint import StateTensors, state_tensors
+from penstock.train.critic import Critic
+from penstock.train.mini_batch import OptimizerStep
+from penstock.train.ranks import BeginStep, Collect, End, Learn, Ranks, Start, pack, unpack
+from penstock.train.tally import Tally
+
+__all__ = ["Follower", "Learner", "Steps"]
+
+
+class Steps(NamedTuple):
+    """What an optimizer boundary did; the actor's is None while the critic learns alone."""
+
+    actor: OptimizerStep | None
+    critic: OptimizerStep | None
+
+
+class Learner:
+    """One rank's part. All ranks make the same calls in the same order; the leader's make the others'."""
+
+    def __init__(
+        self, config: RunConfig, actor: Actor, critic: Critic | None = None, ranks: Ranks | None = None
+    ) -> None:
+        self.config = config
+        self.actor = actor
+        self.critic = critic
+        self.ranks = ranks or Ranks()
+        self._appraiser = Appraiser(config.train, actor, critic, self.ranks)
+        self.estimator = self._appraiser.estimator
+        self._step = 0
+        self._under_way = False
+        self._kept: list[PassBatch] = []
+        """Passes of the mini-batch under way, where there are further epochs."""
+
+    def begin_step(self, step: int) -> None:
+        with self._together():
+            self.ranks.tell(BeginStep(step, self.actor.kl_coef))
+            self._step = step
+            self._kept = []
+            self.actor.begin_step(self.config.rollout.sampling.temperature)
+            if self.critic is not None:
+                self.critic.begin_step()
+
+    def learn(
+        self,
+        groups: Sequence[Group],
+        tally: Tally,
+        baselines: Mapping[int, float],
+        mini_batch: int | None,
+        watch: Callable[[], None] = lambda: None,
+    ) -> list[Steps]:
+        """The gradient of whole groups; with `mini_batch` they are its last, and the optimizers step.
+
+        `baselines`: rewards of the greedy answers, by prompt, where the advantage asks for them.
+        """
+        with self._together():
+            if self.ranks.size > 1:
+                self.ranks.tell(Learn(pack(groups), dict(baselines), -1 if mini_batch is None else mini_batch))
+            passes = self._appraiser.passes(groups, tally, baselines, watch)
+            self._accumulate(passes, watch)
+            if self.config.train.epochs > 1:
+                self._kept += passes
+            return [] if mini_batch is None else self._end_mini_batch(mini_batch, watch)
+
+    def weights(self) -> Iterator[NamedTensor]:
+        """All weights as they are sent; views that are valid until the next optimizer step."""
+        with self._together():
+            self.ranks.tell(Collect("weights"))
+            yield from self.actor.named_tensors()
+
+    def state(self) -> StateTensors:
+        """What a checkpoint keeps, whole."""
+        with self._together():
+            self.ranks.tell(Collect("state"))
+            return state_tensors(self.actor, self.critic)
+
+    def metrics(self) -> dict[str, float]:
+        """Means over all ranks since they were last asked for."""
+        sums = [self.actor.sums, *([self.critic.sums] if self.critic is not None else [])]
+        own = {name: both for one in sums for name, both in one.totals().items()}
+        with self._together():
+            self.ranks.tell(Collect("metrics"))
+            collected = self.ranks.collect(json.dumps(own).encode())
+        totals: dict[str, tuple[float, float]] = {}
+        for given in collected:
+            for name, (total, weight) in json.loads(given).items():
+                before = totals.get(name, (0.0, 0.0))
+                totals[name] = before[0] + total, before[1] + weight
+        return {name: total / weight for name, (total, weight) in totals.items() if weight > 0}
+
+    def end(self) -> None:
+        """Lets the other ranks go."""
+        self.ranks.tell(End())
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the ranks stand where they can make another call: not where one broke off in the middle."""
+        return self.ranks.size == 1 or not self._under_way
+
+    # ---- within
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """What is done here all ranks do; one that breaks off leaves the others waiting for it."""
+        self._under_way = True
+        yield
+        self._under_way = False
+
+    def _accumulate(self, passes: Sequence[PassBatch], watch: Callable[[], None]) -> None:
+        for batch in passes:
+            if self._actor_learns:
+                self.actor.accumulate(batch)
+            if self.critic is not None:
+                self.critic.accumulate(batch)
+            watch()
+
+    def _end_mini_batch(self, mini_batch: int, watch: Callable[[], None]) -> list[Steps]:
+        """The optimizer step, and for each further epoch the same passes and another one."""
+        train = self.config.train
+        first = (self._step * train.mini_batches_per_step + mini_batch) * train.epochs
+        done = []
+        for position in range(first, first + train.epochs):
+            if position > first:
+                self._accumulate(self._kept, watch)
+            actor = self.actor.optimizer_step(position) if self._actor_learns else None
+            critic = None if self.critic is None else self.critic.optimizer_step(position)
+            done.append(Steps(actor, critic))
+        self._kept = []
+        return done
+
+    @property
+    def _actor_learns(self) -> bool:
+        return self.critic is None or self._step >= self.config.train.critic.alone_steps
+
+
+class Follower:
+    """What a rank other than the leader runs: the leader's calls, as they come."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    def run(self) -> None:
+        """Returns when the leader ends the run."""
+        learner = self._learner
+        while True:
+            match learner.ranks.heard():
+                case BeginStep(step=step, kl_coef=kl_coef):
+                    learner.actor.kl_coef = kl_coef
+                    learner.begin_step(step)
+                case Learn(groups=groups, baselines=baselines, mini_batch=mini_batch):
+                    learner.learn(unpack(groups), Tally(0), baselines, None if mini_batch < 0 else mini_batch)
+                case Collect(what="weights"):
+                    for _ in learner.weights():
+                        pass
+                case Collect(what="state"):
+                    learner.state()
+                case Collect(what="metrics"):
+                    learner.metrics()
+                case End():
+                    return
+                case Start() | Collect() as order:
+                    raise AssertionError(f"an order that has no place here: {order}")
