@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from penstock.bench.common import Result, at_least, at_most
 from penstock.bench.weights_local import on_one_machine, stalls
 from penstock.bench.weights_pair import changed_share, drawn, tiled, trained
+from penstock.bench.weights_quantized import quantized
 from penstock.bench.weights_shaped import over_shaped_links
 from penstock.weights.codecs import get_codec
 from penstock.weights.codecs.delta import entropy_bound_bytes
@@ -25,6 +26,7 @@ def run(quick: bool) -> list[Result]:
         Result("changed by one AdamW step at 1e-6", 100 * share, "%", note=f"{len(before) // 2:,} bfloat16 weights"),
         *_deltas(size, (before, after)),
         *_lossless(size),
+        *quantized(size, CHUNK_BYTES),
         *on_one_machine((128 if quick else 512) << 20, 3 if quick else 7),
         *stalls((256 if quick else 1024) << 20, 3 if quick else 7),
     ]
