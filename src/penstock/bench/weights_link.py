@@ -177,6 +177,12 @@ def shaped(rate: str) -> Iterator[str]:
         subprocess.run(["ip", "netns", "del", NAMESPACE], capture_output=True, check=False)
 
 
+def _heard(sending: asyncio.Task[None]) -> None:
+    """A side that is gone is what the benchmark is about."""
+    if not sending.cancelled():
+        sending.exception()
+
+
 class DelayProxy:
     """Passes bytes on between pullers and a store, each `delay_s` late each way; counts what the store said."""
 
@@ -211,6 +217,7 @@ class DelayProxy:
         finally:
             for way in ways:
                 way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
             up_writer.close()
             writer.close()
 
@@ -233,6 +240,7 @@ class DelayProxy:
                 await writer.drain()
 
         sending = asyncio.create_task(late())
+        sending.add_done_callback(_heard)
         try:
             while data := await reader.read(PIECE_BYTES):
                 cut = counts and self.at is not None and self.passed + len(data) >= self.at
