@@ -157,8 +157,8 @@ async def test_machines_of_a_manager_that_was_killed_are_found_by_the_next_one_a
     there.mkdir()
     settings = tmp_path / "fleet.toml"
     settings.write_text(
-        f'run = "spot"\nfolder = "{tmp_path}"\n[fleet]\nprovisioner = "command"\nfloor = 2\nprice_per_h = 3600.0\n'
-        f'list_s = 0.2\noptions = {{ command = "{script}" }}\n'
+        f'run = "spot"\nfolder = "{tmp_path}"\n[fleet]\nprovisioner = "command"\nfloor = 2\nceiling = 2\n'
+        f'price_per_h = 3600.0\nlist_s = 0.2\noptions = {{ command = "{script}" }}\n'
     )
     ready = tmp_path / "ready.json"
     words = ["manager", "--fleet", str(settings), "--ready-file", str(ready)]

@@ -65,6 +65,11 @@ class FleetConfig(_Section):
     def _in_order(self) -> FleetConfig:
         if self.floor > self.ceiling:
             raise ValueError(f"fleet.floor={self.floor} is over fleet.ceiling={self.ceiling}")
+        if self.price_per_h and not (self.reserved_price_per_h or self.hour_worth) and self.floor < self.ceiling:
+            raise ValueError(
+                f"fleet.price_per_h={self.price_per_h:g} beside a trainer that costs nothing: no machine would be worth"
+                " its price; give fleet.reserved_price_per_h or fleet.hour_worth, or fix the number (floor = ceiling)"
+            )
         if (self.budget or self.budget_per_h) and not self.price_per_h and self.provisioner == "local":
             raise ValueError("fleet.budget needs fleet.price_per_h: without it processes here cost nothing")
         return self
