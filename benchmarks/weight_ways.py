@@ -51,6 +51,7 @@ async def main() -> None:
 
 async def in_turns(model: Any) -> dict[str, list[float]]:
     """Seconds of each round: of writing the folder while everything runs, and of each way while nothing does."""
+    group_name = f"ways-{free_port()}"  # PyTorch gives a name once in a process.
     took: dict[str, list[float]] = {"writing the folder": [], "folder": [], "group": []}
     dialect, folders = SglangDialect(), WeightFolders()
     with tempfile.TemporaryDirectory() as scratch:
@@ -58,7 +59,7 @@ async def in_turns(model: Any) -> dict[str, list[float]]:
         async with aiohttp.ClientSession() as http:
             try:
                 await server.start(http, folders.write(staged(model, 0)), dialect.limits(8, CONTEXT))
-                group = await make_group(http, server.base_url)
+                group = await make_group(http, server.base_url, group_name)
                 for version in range(1, 2 * ROUNDS, 2):
                     began = time.monotonic()
                     folder = await asyncio.to_thread(folders.write, staged(model, version))
@@ -68,7 +69,7 @@ async def in_turns(model: Any) -> dict[str, list[float]]:
                     took["folder"].append(time.monotonic() - began)
                     folders.remove(folder)
                     began = time.monotonic()
-                    await by_group(http, server.base_url, group, model.state_dict(), version + 1)
+                    await by_group(http, server.base_url, group, group_name, model.state_dict(), version + 1)
                     took["group"].append(time.monotonic() - began)
             finally:
                 await server.close()
@@ -76,28 +77,28 @@ async def in_turns(model: Any) -> dict[str, list[float]]:
     return took
 
 
-async def make_group(http: aiohttp.ClientSession, url: str) -> Any:
+async def make_group(http: aiohttp.ClientSession, url: str, name: str) -> Any:
     port = free_port()
     end = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
-    asked = call(http, "POST", f"{url}/init_weights_update_group", {**end, "group_name": "ways"})
-    group, _ = await asyncio.gather(asyncio.to_thread(own_end, port), asked)
+    asked = call(http, "POST", f"{url}/init_weights_update_group", {**end, "group_name": name})
+    group, _ = await asyncio.gather(asyncio.to_thread(own_end, port, name), asked)
     return group
 
 
-def own_end(port: int) -> Any:
+def own_end(port: int, name: str) -> Any:
     from torch.distributed import distributed_c10d as c10d
 
     store, _, _ = next(c10d.rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=WITHIN))
     store.set_timeout(WITHIN)
-    store = c10d.PrefixStore("ways", store)
+    store = c10d.PrefixStore(name, store)
     backend = c10d.Backend("gloo")
-    group, _ = c10d._new_process_group_helper(2, 0, [], backend, store, group_name="ways", timeout=WITHIN)
+    group, _ = c10d._new_process_group_helper(2, 0, [], backend, store, group_name=name, timeout=WITHIN)
     c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
     return group
 
 
 async def by_group(
-    http: aiohttp.ClientSession, url: str, group: Any, tensors: Mapping[str, torch.Tensor], version: int
+    http: aiohttp.ClientSession, url: str, group: Any, name: str, tensors: Mapping[str, torch.Tensor], version: int
 ) -> None:
     """What `SglangDialect.load` does, with the weights broadcast in the place of the folder."""
 
@@ -109,7 +110,7 @@ async def by_group(
         "names": list(tensors),
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
         "shapes": [list(tensor.shape) for tensor in tensors.values()],
-        "group_name": "ways",
+        "group_name": name,
         "weight_version": str(version),
     }
     await call(http, "POST", f"{url}/abort_request", {"abort_all": True})
