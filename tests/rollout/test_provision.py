@@ -158,9 +158,43 @@ def test_a_release_that_fails_is_tried_until_it_works() -> None:
     world.pass_time(200)
     assert world.states() == [MachineState.RELEASING]
     assert {event.machine for event in world.failures()} == {"m-1"}
+    assert [event.retry_s for event in world.failures()][:5] == [2.0, 4.0, 8.0, 16.0, 32.0]
+    assert len(world.failures()) < 10
     world.failing.clear()
     world.pass_time(60)
     assert world.states() == [] == world.alive()
+
+
+def test_machines_that_are_not_gone_yet_count_for_the_ceiling() -> None:
+    world = grown(4, works=False)
+    world.failing = {"release"}
+    world.machines.want(0, world.now)
+    world.pass_time(60)
+    world.machines.want(4, world.now)
+    world.pass_time(60)
+    assert world.asked_in_all == 4
+    world.failing.clear()
+    world.pass_time(100)
+    assert world.states() == [JOINED] * 4
+
+
+def test_a_list_from_before_a_call_was_cut_off_confirms_no_end() -> None:
+    world = World()
+    machines = world.machines
+    (first,) = machines.tick([], 0.0).calls
+    machines.listed(first.call, [], 1.0)
+    machines.want(1, 1.0)
+    (add,) = machines.tick([], 2.0).calls
+    machines.calls.list_at = 3.0
+    (listing,) = machines.tick([], 3.0).calls
+    machines.failed(add.call, "the connection was cut", 4.0)
+    machines.end("the run ended", 4.0)
+    machines.listed(listing.call, [], 5.0)
+    assert not machines.done
+    (again,) = machines.tick([], 6.0).calls
+    machines.listed(again.call, [Seen("m-1")], 7.0)
+    assert not machines.done
+    assert [machine.id for machine in machines.machines] == ["m-1"]
 
 
 def test_a_preempted_machine_is_replaced_and_counts_as_lost() -> None:
@@ -286,12 +320,9 @@ def test_the_budget_comes_before_the_floor() -> None:
 
 def test_a_price_that_the_provider_tells_is_the_one_that_counts() -> None:
     world = grown(1)
-    world.machines.tick(world.views(), world.now)
-    call = next(n for n, s in world.machines.calls._sent.items()) if world.machines.calls else 0
-    world.machines.calls.list_at = world.now
-    orders = world.machines.tick(world.views(), world.now)
-    call = orders.calls[0].call if orders.calls else call
-    world.machines.listed(call, [Seen("m-1", price_per_h=360.0)], world.now)
+    while not (calls := world.machines.tick(world.views(), world.now).calls):
+        world.now += 1.0
+    world.machines.listed(calls[0].call, [Seen("m-1", price_per_h=360.0)], world.now)
     before = world.machines.purse.spent
     world.machines.tick(world.views(), world.now + 10)
     assert round(world.machines.purse.spent - before, 6) == 1.0

@@ -1,0 +1,127 @@
+"""A manager that asks for machines: what its instances notice of it, and what operators see."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from provision_world import CONFIG
+from rollout_helpers import SimulatedAgent, World, submit
+
+from penstock.observe.events import FleetSized
+from penstock.rollout import operators
+from penstock.rollout.outbox import Decisions
+from penstock.rollout.provision_types import Add, Call, ListAll, Release, Seen
+from penstock.wire import StepReport
+
+
+class Provided(World):
+    """Its provisioner answers at once; machines' agents are the test's."""
+
+    def __init__(self, **changes: object) -> None:
+        self.there: list[str] = []
+        super().__init__()
+        config = replace(CONFIG, **changes)  # type: ignore[arg-type]
+        self.carry_out(self.manager.provide(config, 0, None, self.now))
+
+    def carry_out(self, decisions: Decisions) -> None:
+        super().carry_out(decisions)
+        for call in decisions.calls:
+            self.carry_out(self.manager.on_provisioner(call, self.answer(call), "", self.now))
+
+    def answer(self, call: Call) -> list[str] | list[Seen] | None:
+        if isinstance(call, Add):
+            names = [f"spot-{len(self.there) + k}" for k in range(call.count)]
+            self.there += names
+            return names
+        if isinstance(call, Release):
+            self.there.remove(call.machine)
+            return None
+        assert isinstance(call, ListAll)
+        return [Seen(name) for name in self.there]
+
+    def beat(self, seconds: float, agent: SimulatedAgent) -> None:
+        """Time passes for a manager that hears of its agent."""
+        for _ in range(int(seconds)):
+            if agent.peer in self.agents:
+                self.manager.fleet.get(agent.peer).heard_at = self.now  # type: ignore[union-attr]
+            self.pass_time(1.0)
+
+
+def test_an_instance_whose_machine_is_to_go_ends_its_samples_gets_no_more_and_leaves() -> None:
+    world = Provided(first=1, drain_s=60.0)
+    world.pass_time(1)
+    world.pass_time(1)
+    assert world.there == ["spot-0"]
+    world.publish(0)
+    agent = world.join_ready("spot-0", max_running=2)
+    world.trainer(submit(prompts=[(1, 2)] * 6))
+    world.beat(1, agent)
+    assert len(agent.sequences) == 4
+    assert world.manager.provisioning is not None
+    world.manager.provisioning.machines.want(0, world.now)
+    world.beat(CONFIG.cool_down_s + 1, agent)
+    assert world.manager.provisioning.machines.cordoned == {agent.peer}
+    assert not agent.draining
+    while agent.sequences:
+        world.play(agent)
+    world.beat(1, agent)
+    assert agent.draining
+    assert world.manager.tracker.queued == 2
+    assert world.there == ["spot-0"], "it is ended once its instance is gone, and not before"
+    world.lose(agent)
+    world.pass_time(1)
+    assert world.there == []
+
+
+def test_a_machine_that_is_wanted_again_takes_work_again() -> None:
+    world = Provided(first=1)
+    world.pass_time(1)
+    world.pass_time(1)
+    world.publish(0)
+    agent = world.join_ready("spot-0", max_running=2)
+    world.trainer(submit(prompts=[(1, 2)] * 6))
+    world.beat(1, agent)
+    machines = world.manager.provisioning.machines  # type: ignore[union-attr]
+    machines.want(0, world.now)
+    world.beat(CONFIG.cool_down_s + 1, agent)
+    machines.want(1, world.now)
+    world.beat(2, agent)
+    world.play_out()
+    world.beat(1, agent)
+    world.play_out()
+    assert world.done["train-0"].samples == 6
+
+
+def test_operators_see_machines_their_spend_and_what_is_wanted() -> None:
+    world = Provided(first=2, budget=50.0)
+    world.pass_time(1)
+    world.pass_time(1)
+    world.pass_time(10)
+    found = operators.fleet(world.manager, world.now)
+    assert found is not None
+    assert [row["state"] for row in found["machines"]] == ["starting", "starting"]
+    assert (found["wanted"], found["spent"], found["budget"], found["budget_per_h"]) == (2, 0.2, 50.0, None)
+    text = operators.metrics(world.manager, world.now)
+    assert 'penstock_machines{state="starting"} 2' in text
+    assert "penstock_machines_wanted 2" in text
+    assert operators.fleet(World().manager, 0.0) is None
+
+
+def test_what_the_trainer_reports_is_what_the_number_follows() -> None:
+    world = Provided(first=1, ceiling=3, reserved_price_per_h=400.0)
+    world.pass_time(1)
+    world.pass_time(1)
+    world.publish(0)
+    agent = world.join_ready("spot-0", max_running=8)
+    world.trainer(submit(prompts=[(1, 2)] * 6))
+    world.beat(20, agent)
+    world.trainer(StepReport(step=0, step_s=20.0, train_s=1.0, trainer_wait_s=19.0))
+    world.beat(2, agent)
+    assert len(world.there) == 3
+    assert [(event.before, event.after) for event in world.of_kind(FleetSized)] == [(0, 1), (1, 3)]  # type: ignore[attr-defined]
+
+
+def test_an_account_that_makes_no_sense_is_a_warning_and_no_end() -> None:
+    world = World()
+    world.carry_out(world.manager.provide(CONFIG, 0, {"spent": "much"}, world.now))
+    assert "is not known" in str(world.events[-1])
