@@ -176,6 +176,15 @@ async def test_a_rank_that_dies_in_mid_step_ends_the_engine_by_name_and_close_le
         os.kill(pid, 0)
 
 
+async def test_a_rank_that_can_not_begin_ends_the_engine_at_its_first_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    async with engine_of_two() as engine:
+        with pytest.raises(EngineError, match=r"rank 1 died \(exit code 1\)"):
+            await engine.update_weights(staged(FAMILIES["llama"]))
+        with pytest.raises(EngineError, match="rank 1 died"):
+            await read_until(engine, Collected(), lambda: False)
+
+
 def test_a_rank_ends_when_its_leader_is_killed(tmp_path: Path) -> None:
     program = (
         "from penstock.instance.builtin.ranks import Ranks\n"

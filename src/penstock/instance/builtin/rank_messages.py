@@ -46,7 +46,7 @@ class _Message(msgspec.Struct, tag=True, frozen=True):
 
 
 class Join(_Message, frozen=True):
-    """The first message: which rank the receiver is, and where the ranks meet."""
+    """The first message: which rank the receiver is, and where the ranks meet. Answered with Done."""
 
     rank: int
     ranks: int

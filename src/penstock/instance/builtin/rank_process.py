@@ -158,6 +158,7 @@ def main(descriptors: list[str]) -> int:
             raise TypeError(f"a rank is joined first, and was told {type(order).__name__}")
         torch.set_num_threads(order.threads)
         rank = Rank(order.rank, order.ranks)
+        steps.send(Done())
         # Before the ranks meet: it is this thread that sees the leader end, whatever the other one waits for.
         threading.Thread(target=_take_weights, args=(rank, weights), name="penstock-rank-weights").start()
         try:

@@ -77,9 +77,12 @@ class Ranks:
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
         self._members: list[_Member] = []
         try:
-            self._members = [_Member(rank) for rank in range(1, ranks)]
+            for rank in range(1, ranks):
+                self._members.append(_Member(rank))
             for member in self._members:
-                member.steps.send(Join(member.rank, ranks, str(self._folder / "store"), threads, STEP_S))
+                # One that is gone already is for its watcher to report, with how it ended.
+                with contextlib.suppress(ChannelClosed):
+                    member.steps.send(Join(member.rank, ranks, str(self._folder / "store"), threads, STEP_S))
         except BaseException:
             self.close()
             raise
@@ -92,11 +95,14 @@ class Ranks:
 
     @property
     def group(self) -> RankGroup:
-        """Raises RankDied where a rank did not come."""
+        """Raises RankDied where a rank did not come, EngineError where it takes too long."""
         if self._group is None:
             try:
+                # One that can't begin is noticed here at once, and not by ranks that wait for it.
+                for member in self._members:
+                    member.steps.answer(START_S)
                 self._group = RankGroup(str(self._folder / "store"), 0, self.count, START_S)
-            except RankLost as error:
+            except (RankLost, ChannelClosed) as error:
                 raise self.died(error) from error
             finally:
                 shutil.rmtree(self._folder, ignore_errors=True)
