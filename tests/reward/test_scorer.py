@@ -75,7 +75,7 @@ async def test_a_call_that_cancels_itself_is_unscored(
 ) -> None:
     async with scorer_of(function("obey_async")) as scorer:
         assert await scorer.score(make_sample(do="cancel itself")) == Unscored(
-            "CancelledError (reward_functions.py:95)"
+            "CancelledError (reward_functions.py:97)"
         )
 
 
