@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
 from builtin_models import core_for, run_to_end, staged, start, tiny_model
+from safetensors.torch import load_file
 
 from penstock.errors import CheckpointError
 from penstock.instance.builtin.checkpoint import tensors_of_staged
 from penstock.instance.builtin.core import BuiltinCore, CoreOptions
+from penstock.instance.weight_folder import WeightFolders
 from penstock.weights.manifest import StagedWeights
 from penstock.weights.plan import split_tensors
 from penstock.weights.quantization import quantize
@@ -46,6 +51,24 @@ def test_an_engine_serves_what_the_codes_stand_for(scheme: str) -> None:
 def test_a_quantized_bfloat16_model_is_served_in_bfloat16() -> None:
     tensors = tensors_of_staged(quantized("int8", torch.bfloat16))
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), [("int8", torch.int8), ("fp8", torch.float8_e4m3fn)])
+def test_a_server_gets_a_folder_of_codes_and_scales_that_says_what_they_are(
+    tmp_path: Path, scheme: str, dtype: torch.dtype
+) -> None:
+    folders = WeightFolders([tmp_path])
+    try:
+        folder = folders.write(quantized(scheme, torch.bfloat16))
+        tensors = load_file(folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+    finally:
+        folders.close()
+    matrix = "model.layers.0.mlp.up_proj.weight"
+    assert (tensors[matrix].dtype, tensors[matrix + "_scale"].shape) == (dtype, (80, 1))
+    assert tensors["lm_head.weight"].dtype == torch.bfloat16
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert config["dtype"] == "bfloat16"
 
 
 def test_codes_without_their_scales_are_refused_by_name() -> None:

@@ -33,7 +33,8 @@ def test_an_engine_of_a_run_that_says_nothing_measures_keeps_its_base_and_passes
 
 
 def test_each_option_of_the_weights_section_reaches_the_engines(tmp_path: Path) -> None:
-    assert joined(tmp_path, codec="delta").weights_codec == "delta"
+    for codec in ("delta", "zipnn", "int8", "fp8"):
+        assert joined(tmp_path, codec=codec).weights_codec == codec
     assert joined(tmp_path, keep_base=False).no_weights_base
     assert joined(tmp_path, relay=True).relay_port == 0
     assert joined(tmp_path, resume=True).weights_folder == str(tmp_path / "weights" / "engine-0")

@@ -20,6 +20,7 @@ from typing import Any
 
 from penstock.errors import EngineError
 from penstock.weights.manifest import StagedWeights, TensorEntry
+from penstock.weights.quantization import SCALE_SUFFIX
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "penstock-weights-"
@@ -119,12 +120,15 @@ def remove_orphans(parent: Path) -> None:
 def config_of(weights: StagedWeights) -> dict[str, Any]:
     """The manifest's config.json with the dtype that the tensors have. Raises EngineError where it is no object.
 
-    That of a quantized version says what its tensors are, and keeps the dtype that the model computes in.
+    Of a quantized version it is the dtype of what was left as it is.
     """
     config = parse_config(weights.manifest.config_json)
+    entries = weights.manifest.tensors
     if config.get("quantization_config"):
-        return config
-    counted = Counter(entry.dtype for entry in weights.manifest.tensors)
+        entries = tuple(
+            entry for entry in entries if entry.dtype in TORCH_DTYPES and not entry.name.endswith(SCALE_SUFFIX)
+        )
+    counted = Counter(entry.dtype for entry in entries)
     dtype = TORCH_DTYPES.get(counted.most_common(1)[0][0]) if counted else None
     if dtype is not None:
         config["dtype"] = config["torch_dtype"] = dtype
