@@ -17,6 +17,7 @@ from penstock.weights.addresses import format_address, parse_address
 from penstock.weights.manifest import Encoding
 from penstock.weights.plan import (
     ChunkQueue,
+    TensorProgress,
     check_chunk,
     check_manifest,
     check_tensors,
@@ -259,3 +260,30 @@ def test_addresses_are_read_as_they_are_written(address: tuple[str, int]) -> Non
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(WeightError, match="expected host:port"):
         parse_address(text)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    chunk_bytes=st.integers(1, 50),
+    order=st.randoms(use_true_random=False),
+)
+def test_every_tensor_with_bytes_is_whole_once_when_the_last_chunk_of_it_is_there(
+    sizes: list[int], chunk_bytes: int, order: random.Random
+) -> None:
+    tensors = tuple(TensorEntry(name=f"t{k}", dtype="U8", shape=(n,), nbytes=n, xxh3=0) for k, n in enumerate(sizes))
+    chunks = tuple(
+        ChunkEntry(offset=start, nbytes=n, raw_nbytes=n, xxh3=0) for start, n in cut(sum(sizes), chunk_bytes)
+    )
+    manifest = msgspec.structs.replace(manifest_of(), tensors=tensors, chunks=chunks)
+    progress = TensorProgress(manifest)
+    offsets = tensor_offsets(tensors)
+    there: set[int] = set()
+    whole: list[int] = []
+    indices = list(range(len(chunks)))
+    order.shuffle(indices)
+    for index in indices:
+        there.update(range(chunks[index].offset, chunks[index].offset + chunks[index].nbytes))
+        for tensor in progress.came(index):
+            assert set(range(offsets[tensor], offsets[tensor + 1])) <= there
+            whole.append(tensor)
+    assert sorted([*whole, *progress.empty]) == list(range(len(sizes)))

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Protocol
 
 from penstock.errors import WeightError
@@ -14,7 +15,15 @@ from penstock.weights.choose import Rates
 from penstock.weights.encodings import codec_of, decode_chunk
 from penstock.weights.manifest import Manifest
 from penstock.weights.partial import Partial
-from penstock.weights.plan import Bytes, ChunkQueue, check_chunk, chunk_dtypes
+from penstock.weights.plan import (
+    Bytes,
+    ChunkQueue,
+    TensorProgress,
+    check_chunk,
+    check_tensor_bytes,
+    chunk_dtypes,
+    tensor_offsets,
+)
 from penstock.weights.protocol import LinkLost
 from penstock.weights.relay import Relay
 from penstock.weights.transport import WeightLink
@@ -44,7 +53,10 @@ class Connection(Protocol):
 
 
 class Fetch:
-    """One encoding on its way into `staging`. `base` has what a difference is applied to; it may be `staging`."""
+    """One encoding on its way into `staging`. `base` has what a difference is applied to; it may be `staging`.
+
+    With `verify`, each tensor is verified as soon as it is whole: `finish` raises for one that is not as it should be.
+    """
 
     def __init__(
         self,
@@ -54,7 +66,11 @@ class Fetch:
         threads: Executor,
         rates: Rates,
         note: Callable[[str], None],
+        verify: bool = True,
     ) -> None:
+        self._progress = TensorProgress(manifest) if verify else None
+        self._offsets = tensor_offsets(manifest.tensors)
+        self._checking: set[asyncio.Future[None]] = set()
         self._manifest = manifest
         self._encoding = manifest.encoding
         self._base = base
@@ -146,9 +162,16 @@ class Fetch:
                 await asyncio.wait(self._decoding, return_when=asyncio.FIRST_COMPLETED)
 
     async def finish(self) -> None:
-        """Waits for the decoding. Raises WeightError for a chunk that is not of its codec."""
+        """Waits for the decoding and for what is verified behind it.
+
+        Raises WeightError for a chunk that is not of its codec, or for a tensor that does not verify.
+        """
         if self._decoding:
             await asyncio.gather(*self._decoding)
+        if self._progress is not None:
+            self._check(self._progress.empty)
+        if self._checking:
+            await asyncio.gather(*self._checking)
         self._rates.fetched(self.bytes_fetched, self._last - self._began)
         if self._coder is not None:
             self._rates.decoded(self._coder.name, self._manifest.raw_nbytes, self._decode_s)
@@ -191,7 +214,24 @@ class Fetch:
         if self._coder is not None:
             decoding = asyncio.get_running_loop().run_in_executor(self._threads, self._decode, index, data)
             self._decoding.add(decoding)
-            decoding.add_done_callback(self._decoded)
+            decoding.add_done_callback(partial(self._decoded, index))
+        else:
+            self._placed(index)
+
+    def _placed(self, index: int) -> None:
+        """A chunk's raw bytes are where they belong."""
+        if self._progress is not None:
+            self._check(self._progress.came(index))
+
+    def _check(self, tensors: Sequence[int]) -> None:
+        for number in tensors:
+            tensor, start = self._manifest.tensors[number], self._offsets[number]
+            data = self._staging[start : start + tensor.nbytes]
+            checking = asyncio.get_running_loop().run_in_executor(
+                self._threads, check_tensor_bytes, self._manifest.version, tensor, data
+            )
+            self._checking.add(checking)
+            checking.add_done_callback(_heard)
 
     def _decode(self, index: int, data: Bytes) -> float:
         """Returns the seconds that it took."""
@@ -201,12 +241,19 @@ class Fetch:
             decode_chunk(coder, self._dtypes[index], self._manifest.chunks[index], data, self._base, self._staging)
         return time.perf_counter() - began
 
-    def _decoded(self, decoding: asyncio.Future[float]) -> None:
+    def _decoded(self, index: int, decoding: asyncio.Future[float]) -> None:
         if decoding.cancelled():
             return
         if decoding.exception() is None:
             self._decoding.discard(decoding)
             self._decode_s += decoding.result()
+            self._placed(index)
         else:
             # Left where `finish` finds it.
             self._failed = True
+
+
+def _heard(checking: asyncio.Future[None]) -> None:
+    """A pull that is cut does not come back for it."""
+    if not checking.cancelled():
+        checking.exception()

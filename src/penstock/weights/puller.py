@@ -24,7 +24,7 @@ from penstock.weights.fetch import Fetch
 from penstock.weights.manifest import Encoding, Manifest, StagedWeights, decode_manifest, is_authentic
 from penstock.weights.memory import host_buffer
 from penstock.weights.partial import Partial, holds_something
-from penstock.weights.plan import check_manifest, check_tensors, split_tensors
+from penstock.weights.plan import check_manifest, split_tensors
 from penstock.weights.protocol import GetOffers, GetPlan, Held, Layout, LinkLost, OtherProtocol, TokenRefused
 from penstock.weights.relay import Relay
 from penstock.weights.tcp import TcpTransport
@@ -192,16 +192,15 @@ class _Pull:
                 staging = self._memory(manifest)
             if len(before or staging) != len(staging) or len(staging) != manifest.raw_nbytes:
                 raise WeightError(f"{step} is {manifest.raw_nbytes} bytes and its base {len(before or staging)}")
-            fetch = Fetch(manifest, before, staging, threads, self.rates, self._note)
+            last = number == len(steps) - 1
+            fetch = Fetch(manifest, before, staging, threads, self.rates, self._note, verify=last)
             await self._one_step(first, fetch, manifest, signed, other, fetch.claim(pushed))
             before = staging
         if manifest is None or staging is None:
             raise WeightError(f"weight version {self._version} has no way to come")
-        tensors = split_tensors(manifest, staging)
-        await _verified(manifest, tensors, threads, self.rates.cores)
         return StagedWeights(
             manifest=manifest,
-            tensors=tensors,
+            tensors=split_tensors(manifest, staging),
             stream=staging.toreadonly(),
             steps=tuple(steps),
             bytes_fetched=self._fetched,
@@ -337,16 +336,6 @@ class Reconnecting:
         if self._link is not None:
             self._link.close()
             self._link = None
-
-
-async def _verified(
-    manifest: Manifest, tensors: dict[str, memoryview], threads: ThreadPoolExecutor, parts: int
-) -> None:
-    """`check_tensors` on threads. Raises WeightError."""
-    loop = asyncio.get_running_loop()
-    await asyncio.gather(
-        *(loop.run_in_executor(threads, check_tensors, manifest, tensors, part, parts) for part in range(parts))
-    )
 
 
 def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -27,7 +27,7 @@ __all__ = ["SHM_FOLDER", "SharedFetcher", "SharedLender"]
 
 SHM_FOLDER = Path("/dev/shm")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-PREFIX = "penstock-weights-"
+PREFIX = "penstock-version-"
 PROOF_BYTES = 32
 
 log = logging.getLogger(__name__)

@@ -251,7 +251,9 @@ class TcpTransport:
 
     def _choose_way(self, link: TcpLink) -> None:
         for fetcher in self._fetchers:
-            if fetcher.kind in self._closed_ways:
+            if cause := self._closed_ways.get(fetcher.kind):
+                # Perhaps by another connection, while this one was shaking hands.
+                link.not_by(fetcher.kind, cause)
                 continue
             way = next((way for way in link.ways if way.kind == fetcher.kind), None)
             if way is None:
