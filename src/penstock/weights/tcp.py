@@ -13,6 +13,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -164,7 +165,7 @@ class TcpTransport:
         self._tls = tls
         self._fetchers = list(fetchers)
         self._closed_ways: dict[str, str] = {}
-        """Causes, by kind, why a way is not gone any more."""
+        """Causes, by where it leads, why a way is not gone any more: another store's may be open."""
         self._kept: dict[str, list[tuple[float, WeightLink]]] = {}
         self._turn = 0
 
@@ -239,36 +240,31 @@ class TcpTransport:
         """What this end could do beside the connection."""
         said = []
         for fetcher in self._fetchers:
-            cause = self._closed_ways.get(fetcher.kind, "")
             try:
-                if not cause:
-                    said.append(fetcher.says())
+                said.append(fetcher.says())
             except WayClosed as error:
-                cause = str(error)
-            if cause:
-                link.not_by(fetcher.kind, cause)
+                link.not_by(fetcher.kind, str(error))
         return tuple(said)
 
     def _choose_way(self, link: TcpLink) -> None:
         for fetcher in self._fetchers:
-            if cause := self._closed_ways.get(fetcher.kind):
-                # Perhaps by another connection, while this one was shaking hands.
-                link.not_by(fetcher.kind, cause)
-                continue
             way = next((way for way in link.ways if way.kind == fetcher.kind), None)
             if way is None:
                 link.not_by(fetcher.kind, "the source has no such way to here")
                 continue
+            if cause := self._closed_ways.get(way.where):
+                link.not_by(fetcher.kind, cause)
+                continue
             try:
-                link.go_by(fetcher.kind, fetcher.open(way), self._closed)
+                link.go_by(fetcher.kind, fetcher.open(way), partial(self._closed, way))
             except WayClosed as error:
                 link.not_by(fetcher.kind, str(error))
             else:
                 return
 
-    def _closed(self, kind: str, cause: str) -> None:
-        self._closed_ways[kind] = cause
-        log.warning("weights come by %s no longer: %s", kind, cause)
+    def _closed(self, way: Way, cause: str) -> None:
+        self._closed_ways[way.where] = cause
+        log.warning("weights come by %s no longer: %s", way.kind, cause)
 
 
 class TcpLink:
@@ -280,7 +276,7 @@ class TcpLink:
         self._carrier = carrier
         self._by = ""
         self._reader: Reader | None = None
-        self._on_closed: Callable[[str, str], None] = lambda kind, cause: None
+        self._on_closed: Callable[[str], None] = lambda cause: None
         self._not_by: dict[str, str] = {}
         self.ways: tuple[Way, ...] = ()
         self.kept = False
@@ -314,7 +310,7 @@ class TcpLink:
             raise TokenRefused(f"the weight store at {self._source} does not hold this run's token")
         self.ways = accepted.ways
 
-    def go_by(self, kind: str, reader: Reader, on_closed: Callable[[str, str], None]) -> None:
+    def go_by(self, kind: str, reader: Reader, on_closed: Callable[[str], None]) -> None:
         """From now on chunks come by `reader` where the store lends them; `on_closed` hears why they no longer do."""
         self._by, self._reader, self._on_closed = kind, reader, on_closed
 
@@ -356,7 +352,7 @@ class TcpLink:
         try:
             await self._reader.read_into(reply.place, reply.offset, into)
         except WayClosed as error:
-            self._on_closed(self._by, str(error))
+            self._on_closed(str(error))
             raise LinkLost(str(error)) from error
 
     def close(self) -> None:
