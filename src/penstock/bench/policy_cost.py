@@ -41,7 +41,7 @@ def run(quick: bool) -> list[Result]:
         at_most(f"looking for moves: {what}", 1e6 * median(moves), TARGET_US, "us/sample"),
         Result(f"assigning one: {INSTANCES} instances", 1e6 * median(one), "us", note="grows with instances"),
     ]
-    few, many = (2_000, 4_000) if quick else (10_000, 20_000)
+    few, many = (2_000, 4_000) if quick else (4_000, 20_000)
     costs = [_agents_s(samples) for samples in (few, many)]
     growth = (costs[1] / costs[0]) / (many / few)
     note = f"{costs[0]:.1f} s for {few:,} samples, {costs[1]:.1f} s for {many:,}; two steps each"

@@ -32,6 +32,11 @@ SLIVER = 1e-3
 """Of a decode step, past the moment at which memory is full."""
 WAITING = 8
 """Samples that may wait at an engine whose memory is full."""
+IDLE_COUNTS = 0.1
+"""A second in which remote machines idle at the end, against one of the step: of plans about as long, the one that
+keeps them busy is the less wide, and a wide one loses more where lengths turn out otherwise."""
+ELSEWHERE = (0.13, 0.25, 1.0)
+"""Widths looked at whatever was best before."""
 FINER = (0.05, -0.05, 0.025, -0.025)
 """Then around the best."""
 
@@ -240,7 +245,7 @@ def best_plan(
     training: Training,
     near: Plan | None = None,
 ) -> Plan:
-    """The choice with the shortest step; of equal ones the one that leaves the remote machines the least idle.
+    """The choice with the shortest step; of about equal ones the one that leaves the remote machines the least idle.
 
     `near`: the last plan, around which to look. Without one, everything is looked at.
     """
@@ -250,7 +255,7 @@ def best_plan(
         return replay(groups, prompt_tokens, remote, reserved, training, width, window_s)
 
     def better(one: Plan, other: Plan) -> Plan:
-        return min(one, other, key=lambda plan: (round(plan.step_s, 3), plan.remote_wait_s))
+        return min(one, other, key=lambda plan: plan.step_s + IDLE_COUNTS * plan.remote_wait_s)
 
     if not remote:
         plans = [tried(width, 0.0) for width in WIDTHS]
@@ -267,6 +272,11 @@ def best_plan(
         best = tried(near.width, near.window_s)
         for share in (0.15, -0.15):
             best = better(best, tried(best.width, max(0.0, best.window_s + share * train_s)))
+        # Wide and narrow each have a valley of their own; lengths and fleets decide which is deeper.
+        window_s = best.window_s
+        for width in ELSEWHERE:
+            for part in (1.0, 0.85):
+                best = better(best, tried(width, part * window_s))
     at = min(range(len(WIDTHS)), key=lambda k: abs(WIDTHS[k] - best.width))
     for width in WIDTHS[max(0, at - 1) : at + 2]:
         best = better(best, tried(width, best.window_s))
