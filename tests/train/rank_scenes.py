@@ -29,6 +29,7 @@ SCENES: dict[str, dict[str, Any]] = {
     "critic": {"advantage": "gae", "epochs": 2, "critic": {"lr": 1e-3}, "kl_coef": 0.1, "kl_in": "reward"},
     "snapshot": {"old_logprobs": "recompute", "mini_batches_per_step": 2, "kl_coef": 0.1},
     "memory": {"activation_checkpointing": True},
+    "adapters": {"lora": {"rank": 4}, "kl_coef": 0.1},
 }
 
 

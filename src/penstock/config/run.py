@@ -323,6 +323,17 @@ class CriticConfig(_Section):
     """Steps at the run's start in which the critic learns and the actor waits."""
 
 
+class LoraConfig(_Section):
+    """Low-rank adapters (the lora extra): they alone are learned, and merged into the weights that are sent."""
+
+    rank: int = Field(default=0, ge=0)
+    """0: all weights are learned."""
+    alpha: float = Field(default=16.0, gt=0)
+    """What adapters add is multiplied by alpha / rank."""
+    targets: list[str] = ["all-linear"]
+    """Names of the layers that get one, e.g. q_proj; by default all linear ones but the head."""
+
+
 class TrainConfig(_Section):
     steps: int = Field(default=100, ge=1)
     lr: float = Field(default=1e-6, gt=0)
@@ -400,6 +411,7 @@ class TrainConfig(_Section):
     """Bound on that weight."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, or `auto`. Ranks that torchrun starts take the device of their local rank."""
+    lora: LoraConfig = LoraConfig()
     activation_checkpointing: bool = False
     """Makes activations again in the backward pass rather than keep them: less memory, a third more computation."""
     cpu_offload: bool = False

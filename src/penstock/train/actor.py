@@ -23,6 +23,7 @@ from penstock.config.run import TrainConfig, old_logprobs_refusal
 from penstock.errors import CheckpointError, ConfigError, MissingExtra
 from penstock.train.batching import PassBatch
 from penstock.train.forward import TokenScorer, TokenScores
+from penstock.train.lora import add_adapters, merged_tensors, without_adapters
 from penstock.train.losses import approximate_kl, token_weights, truncated_importance
 from penstock.train.mini_batch import MiniBatch, OptimizerStep
 from penstock.train.packing import use_packing
@@ -69,14 +70,16 @@ class Actor:
         self.horizon_tokens = horizon_tokens
         if config.threads:
             torch.set_num_threads(config.threads)
-        self._scorer = self._scorer_of(load_causal_lm(folder).to(self.device))
+        self._scorer = self._made()
         self.model = self._scorer.lm
         if config.activation_checkpointing:
             checkpoint_activations(layers_of(self.model))
-        self.reference = self._frozen() if config.kl_coef > 0 else None
+        # Adapters that are switched off leave the reference.
+        own_reference = config.kl_coef > 0 and not config.lora.rank
+        self.reference = self._scorer_of(load_causal_lm(folder).to(self.device)) if own_reference else None
         self._snapshot: TokenScorer | None = None
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            self.learned,
             lr=config.lr,
             betas=config.betas,
             weight_decay=config.weight_decay,
@@ -87,10 +90,15 @@ class Actor:
         """Weight of the KL penalty now; the adaptive controller moves it."""
         self.steps_skipped = 0
         """Optimizer steps refused for a non-finite loss or gradient, in the whole run."""
-        self.mini_batch = MiniBatch(list(self.model.parameters()), self.optimizer, config.max_grad_norm, self.ranks)
+        self.mini_batch = MiniBatch(self.learned, self.optimizer, config.max_grad_norm, self.ranks)
         self._moved = False
         self._temperature = 1.0
         self._old_from_rollout = False
+
+    @property
+    def learned(self) -> list[torch.nn.Parameter]:
+        """The parameters that the optimizer moves."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     # ---- one training step
 
@@ -132,9 +140,8 @@ class Actor:
             )
             loss_BT = loss_BT * weight_BT
             self.sums.add("rollout_correction", weight_BT, mask_BT)
-        if self.reference is not None and config.kl_in == "loss":
-            with torch.no_grad():
-                reference_BT = self._score(self.reference, batch).logprobs_BT
+        if config.kl_coef > 0 and config.kl_in == "loss":
+            reference_BT = self._reference_logprobs(batch)
             kl_BT = approximate_kl(scores.logprobs_BT, reference_BT, config.kl_estimator)
             loss_BT = loss_BT + self.kl_coef * kl_BT
             self.sums.add("kl", kl_BT, mask_BT)
@@ -183,9 +190,8 @@ class Actor:
     @torch.no_grad()
     def kl_to_reference(self, batch: PassBatch) -> Tensor:
         """float32 [B, T]: each token's KL estimate between the pass's old log-probabilities and the reference's."""
-        assert self.reference is not None
         assert batch.old_logprobs_BT is not None
-        reference_BT = self._score(self.reference, batch.to(self.device)).logprobs_BT
+        reference_BT = self._reference_logprobs(batch.to(self.device))
         return approximate_kl(batch.old_logprobs_BT.to(self.device), reference_BT, self.config.kl_estimator)
 
     @torch.no_grad()
@@ -201,13 +207,22 @@ class Actor:
         The views are valid until the next optimizer step. Shards are put together one tensor at a time; every rank
         has to go through all of them.
         """
-        for name, shard_or_whole in self.named_weights():
-            tensor = full(shard_or_whole)
+        for name, tensor in self.whole_weights():
             sent = tensor.to(torch.bfloat16) if self.dtype == "bfloat16" and tensor.is_floating_point() else tensor
             yield name, _SAFETENSORS_DTYPES[sent.dtype], tuple(sent.shape), tensor_bytes(sent)
 
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights by Hugging Face name, adapters merged, shards put together one at a time."""
+        if self.config.lora.rank:
+            yield from merged_tensors(self.named_weights(), self.model)
+        else:
+            yield from ((name, full(tensor)) for name, tensor in self.named_weights())
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and persistent buffers by Hugging Face name, tied ones once; of several ranks this one's."""
+        """Parameters and persistent buffers by the model's own name, tied ones once; of several ranks this one's.
+
+        Those are Hugging Face's names, but where there are adapters.
+        """
         seen: set[int] = set()
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
@@ -235,14 +250,24 @@ class Actor:
 
     def _remember_weights(self) -> None:
         if self._snapshot is None:
-            self._snapshot = self._frozen()
+            self._snapshot = self._made().requires_grad_(False)
         with torch.no_grad():
             for kept, now in zip(self._snapshot.parameters(), self.model.parameters(), strict=True):
                 local(kept).copy_(local(now))
 
-    def _frozen(self) -> TokenScorer:
-        """The model of the run's start, which learns nothing."""
-        return self._scorer_of(load_causal_lm(self.folder).to(self.device).requires_grad_(False))
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: PassBatch) -> Tensor:
+        if self.reference is not None:
+            return self._score(self.reference, batch).logprobs_BT
+        with without_adapters(self.model):
+            return self._score(self._scorer, batch).logprobs_BT
+
+    def _made(self) -> TokenScorer:
+        """The model of the run's start, with what it learns by."""
+        model = load_causal_lm(self.folder).to(self.device)
+        if self.config.lora.rank:
+            add_adapters(model, self.config.lora)
+        return self._scorer_of(model)
 
     def _scorer_of(self, model: Any) -> TokenScorer:
         scorer = TokenScorer(model)

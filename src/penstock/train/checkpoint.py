@@ -142,7 +142,10 @@ def load_checkpoint(path: Path, actor: Actor, critic: Critic | None = None) -> P
         weights = _read_safetensors(path / "model.safetensors")
         state = _read_safetensors(path / "trainer.safetensors")
         described = json.loads((path / "trainer.json").read_text())
-        _fill_weights(path / "model.safetensors", actor, weights)
+        if actor.config.lora.rank:
+            _fill_adapters(path / "trainer.safetensors", actor, state)
+        else:
+            _fill_weights(path / "model.safetensors", dict(actor.named_weights()), weights)
         _fill_optimizer(path / "trainer.safetensors", actor, state)
         if critic is not None:
             _fill_critic(path / CRITIC_FILE, critic)
@@ -239,12 +242,20 @@ def write_safetensors(path: Path, tensors: Iterable[tuple[str, Tensor]], metadat
 
 def state_tensors(actor: Actor, critic: Critic | None) -> StateTensors:
     """What a checkpoint keeps. Of several ranks each has to ask at the same time; the leader writes."""
-    weights = [(name, full(tensor)) for name, tensor in actor.named_weights()]
-    trainer = [*_optimizer_tensors(actor), *_random_tensors(actor.device)]
+    weights = list(actor.whole_weights())
+    trainer = [*_adapter_tensors(actor), *_optimizer_tensors(actor), *_random_tensors(actor.device)]
     if critic is None:
         return StateTensors(weights, trainer, [])
     values = [(f"weight/{name}", full(tensor)) for name, tensor in critic.named_weights()]
     return StateTensors(weights, trainer, [*values, *_optimizer_tensors(critic)])
+
+
+def _adapter_tensors(actor: Actor) -> Iterator[tuple[str, Tensor]]:
+    """What is learned where that is not the weights themselves, which are then sent and kept merged."""
+    if actor.config.lora.rank:
+        for name, parameter in actor.model.named_parameters():
+            if parameter.requires_grad:
+                yield f"adapter/{name}", full(parameter.detach())
 
 
 def _optimizer_tensors(learner: Actor | Critic) -> Iterator[tuple[str, Tensor]]:
@@ -316,12 +327,18 @@ def _fill_critic(path: Path, critic: Critic) -> None:
         raise CheckpointError(f"{path} is missing: the checkpoint is of a run without a critic")
     state = _read_safetensors(path)
     weights = {name.removeprefix("weight/"): state.pop(name) for name in list(state) if name.startswith("weight/")}
-    _fill_weights(path, critic, weights)
+    _fill_weights(path, dict(critic.named_weights()), weights)
     _fill_optimizer(path, critic, state)
 
 
-def _fill_weights(path: Path, actor: Actor | Critic, weights: dict[str, Tensor]) -> None:
-    wanted = dict(actor.named_weights())
+def _fill_adapters(path: Path, actor: Actor, state: dict[str, Tensor]) -> None:
+    """The base weights are those of the run's model; a checkpoint's are merged, and not gone on from."""
+    prefix = "adapter/"
+    learned = {name: param.detach() for name, param in actor.model.named_parameters() if param.requires_grad}
+    _fill_weights(path, learned, {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
+
+
+def _fill_weights(path: Path, wanted: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
     _same_names(path, set(wanted), set(weights))
     for name, tensor in wanted.items():
         if tensor.shape != weights[name].shape or tensor.dtype != weights[name].dtype:
