@@ -1,4 +1,4 @@
-"""tensor_parallel reaches the engine that is to run with it, in the words of that engine."""
+"""tensor_parallel reaches the engine in its own words; servers are not given weights that they can't take twice."""
 
 from __future__ import annotations
 
@@ -81,3 +81,15 @@ def test_a_paced_engine_has_no_ranks() -> None:
     args = parsed(["--manager", "http://m:1", "--engine", "paced", "--engine.tensor_parallel=2"])
     with pytest.raises(ConfigError, match="for an engine server"):
         check_server_arguments(args)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_servers_are_not_given_weights_that_they_can_not_take_twice(kind: str, codec: str) -> None:
+    args = parsed(["--manager", "http://m:1", "--engine", kind, "--weights-codec", codec])
+    with pytest.raises(ConfigError, match="for the built-in engine"):
+        check_server_arguments(args)
+    data = {"train": [{"kind": "jsonl", "path": "q"}]}
+    run = {"model": {"path": "m"}, "data": data, "rollout": {"engines": {"kind": kind}}, "weights": {"codec": codec}}
+    with pytest.raises(ValidationError, match="for the built-in engine"):
+        RunConfig.model_validate(run)

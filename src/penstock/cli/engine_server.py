@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.numbers import count
 from penstock.errors import ConfigError
+from penstock.weights.choose import QUANTIZED
 
 if TYPE_CHECKING:
     from penstock.instance.engine import Engine
@@ -89,6 +90,11 @@ def check_server_arguments(args: argparse.Namespace) -> None:
     names = [name for name, value in given.items() if value]
     if args.engine not in SERVED and names:
         raise ConfigError(f"{names[0]} is for an engine server; give --engine {' or --engine '.join(SERVED)} too")
+    if args.engine in SERVED and args.weights_codec in QUANTIZED:
+        raise ConfigError(
+            f"--weights-codec {args.weights_codec} is for the built-in engine: vLLM (0.32, CPU) starts with such "
+            "weights and answers with NaN once it has taken new ones, and of SGLang it is not known"
+        )
     if args.engine_url and len(names) > 1:
         raise ConfigError(f"{names[1]} is for a server that is started here, and --engine-url takes one that runs")
     if args.engine_restarts < 0 or not args.engine_start_s > 0:

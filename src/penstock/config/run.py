@@ -499,6 +499,11 @@ class RunConfig(_Section):
                 f"data.max_prompt_tokens + rollout.sampling.max_new_tokens = {longest} is over "
                 f"rollout.engines.max_context_tokens={self.rollout.engines.max_context_tokens}"
             )
+        if self.weights.codec in ("int8", "fp8") and self.rollout.engines.kind != "builtin":
+            raise ValueError(
+                f'weights.codec = "{self.weights.codec}" is for the built-in engine: a server was seen to answer with '
+                "NaN once it had taken new weights so (docs/reshard.md)"
+            )
         temperature = self.rollout.sampling.temperature
         if temperature == 0:
             raise ValueError(
