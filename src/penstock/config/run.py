@@ -248,7 +248,7 @@ class WeightsConfig(_Section):
     codec: Literal["auto", "raw", "lossless", "delta", "zipnn", "int8", "fp8"] = "auto"
     """How this machine's engines fetch weights: as they are, compressed without loss, or as the difference to the
     version before; `auto` measures link and processors and takes what ends soonest. All of these are exact. `int8` and
-    `fp8` quantize matrices by output channel, for engines that serve quantized weights; `auto` never does. `zipnn` is
+    `fp8` quantize matrices by output channel, for the built-in engine; `auto` never does. `zipnn` is
     lossless by that package, where trainer and engine have it installed."""
     keep_base: bool = True
     """Engines keep the version that they serve in host memory too, so that the next can come as a difference."""
