@@ -1,8 +1,8 @@
 """What the trainer adds to a plain PyTorch loop over the same packed passes: throughput, on this machine's processor.
 
 Both take one optimizer step over the same samples with the same model, turn by turn. The trainer gets whole groups and
-does all that a run does: advantages, packing, log-probabilities, entropy, clip fractions, the metrics. The plain loop gets
-passes that are laid out already, and does what a gradient needs: forward, the clipped loss, backward, clipping, AdamW.
+does all that a run does: advantages, packing, log-probabilities, entropy, clip fractions, the metrics. The plain loop
+gets passes that are laid out, and does what a gradient needs: forward, clipped loss, backward, clipping, AdamW.
 """
 
 from __future__ import annotations

@@ -30,8 +30,9 @@ from penstock.train.packing import use_packing
 from penstock.train.policy_losses import get_loss
 from penstock.train.ranks import Ranks
 from penstock.train.schedule import lr_at
-from penstock.train.sharding import checkpoint_activations, full, layers_of, local, shard
+from penstock.train.sharding import checkpoint_activations, layers_of, local, shard
 from penstock.train.sums import Sums
+from penstock.weights.gather import gathered
 
 __all__ = ["Actor", "NamedTensor", "load_causal_lm", "pick_device"]
 
@@ -212,11 +213,18 @@ class Actor:
             yield name, _SAFETENSORS_DTYPES[sent.dtype], tuple(sent.shape), tensor_bytes(sent)
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights by Hugging Face name, adapters merged, shards put together one at a time."""
+        """All weights by Hugging Face name, adapters merged; of several ranks the leader alone gets them.
+
+        Shards are put together a bucket at a time (`weights.gather`), so that no device ever holds the whole model.
+        """
         if self.config.lora.rank:
             yield from merged_tensors(self.named_weights(), self.model)
+        elif self.ranks.size == 1:
+            yield from self.named_weights()
         else:
-            yield from ((name, full(tensor)) for name, tensor in self.named_weights())
+            for name, tensor in gathered(self.named_weights(), keep=self.ranks.leads):
+                if tensor is not None:
+                    yield name, tensor
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and persistent buffers by the model's own name, tied ones once; of several ranks this one's.
