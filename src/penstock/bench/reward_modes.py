@@ -1,0 +1,318 @@
+"""Reward modes: how much of a reward's work a step hides, and how much slower it makes the trainer meanwhile.
+
+The real streaming loop, manager and agents, with paced engines and paced passes: a step of 10 s, nearly all of it
+rollout, which is the hardest case, since the reward of the last samples has nothing left to hide behind. The reward is
+5 s of work for the whole batch: Python that computes, or a call by HTTP that waits. Steps with it stand beside steps of
+the same samples whose reward is instant. In every pass the main thread does a fixed amount of Python; the time that
+takes, beside that of the instant steps, is the driver's slowdown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.bench.common import Result, at_most, median, skipped
+from penstock.bench.fidelity_run import small_model
+from penstock.config.run import RunConfig
+from penstock.errors import DeadlineExceeded
+from penstock.observe.events import Event
+from penstock.reward.scorer import Scorer
+from penstock.rollout.client import RolloutClient
+from penstock.sample import Prompt
+from penstock.train.actor import Actor
+from penstock.train.batching import PassBatch
+from penstock.train.checkpoint import Checkpoints
+from penstock.train.edge import EdgeLoop
+from penstock.train.learner import Learner
+from penstock.train.loop import Trainer, TrainerPorts
+from penstock.train.processes import LocalProcesses
+from penstock.weights import WeightStore
+from penstock.wire import FleetStatus
+
+DESCRIPTION = "What a reward adds to a step in each reward.mode, and how much it slows the trainer meanwhile"
+
+PROMPTS = 24
+SAMPLES_PER_PROMPT = 8
+SAMPLES = PROMPTS * SAMPLES_PER_PROMPT
+PROMPT_TOKENS = 16
+OUTPUT_TOKENS = 48
+MICRO_BATCH_SAMPLES = 16
+ENGINES = 2
+CALL_S = 120.0
+FUNCTIONS = "penstock.bench.reward_modes_functions"
+MODES = ("sync", "thread", "process", "ray")
+PROCESSES = 2
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds: of a step, of the whole batch's reward one sample after another, and the most that may be added."""
+
+    step: float
+    reward: float
+    added: float
+
+
+FULL, QUICK = Times(10.0, 5.0, 0.3), Times(2.0, 1.0, 0.06)
+
+
+@dataclass
+class Seen:
+    """Of steps of one kind: their seconds, and the main thread's for its fixed work in them."""
+
+    steps_s: list[float] = field(default_factory=list)
+    driver_s: list[float] = field(default_factory=list)
+
+
+class _Driver(Actor):
+    """Passes that do a fixed amount of Python, and last at least `pass_s`."""
+
+    loops = 0
+    pass_s = 0.0
+    worked_s = 0.0
+
+    def accumulate(self, batch: PassBatch) -> None:
+        began = time.perf_counter()
+        super().accumulate(batch)
+        self.worked_s += _fixed_work(self.loops)
+        time.sleep(max(0.0, self.pass_s - (time.perf_counter() - began)))
+
+
+def run(quick: bool) -> list[Result]:
+    times, repetitions = (QUICK, 3) if quick else (FULL, 2)
+    modes = [mode for mode in MODES if mode != "ray" or importlib.util.find_spec("ray")]
+    threads = torch.get_num_threads()
+    try:
+        with tempfile.TemporaryDirectory(prefix="pst-modes-") as name:
+            small_model(Path(name) / "model")
+            seen = _measured(Path(name), times, modes, repetitions)
+    finally:
+        torch.set_num_threads(threads)
+    results = [row for kind in ("computes", "waits") for mode in modes for row in _rows(kind, mode, seen, times)]
+    if "ray" not in modes:
+        results.append(skipped("ray", "s", "pip install 'penstock[ray]'"))
+    return results
+
+
+def _rows(kind: str, mode: str, seen: Mapping[tuple[str, str], Seen], times: Times) -> list[Result]:
+    instant, mine = seen["instant", "thread"], seen[kind, mode]
+    plain_s = median(instant.steps_s)
+    added_s = median(mine.steps_s) - plain_s
+    note = (
+        f"{median(mine.steps_s):.2f} against {plain_s:.2f} s; the reward alone, one after another, {times.reward:g} s"
+    )
+    what = f"a reward that {kind}, {mode}"
+    bound = mode in ("process", "ray") or (mode == "thread" and kind == "waits")
+    added = f"{what}: added to the step"
+    slower = median(mine.driver_s) / median(instant.driver_s)
+    return [
+        at_most(added, added_s, times.added, "s", note) if bound else Result(added, added_s, "s", note=note),
+        Result(f"{what}: driver slowdown", slower, "x"),
+    ]
+
+
+def _measured(folder: Path, times: Times, modes: Sequence[str], repetitions: int) -> dict[tuple[str, str], Seen]:
+    """Every kind of step in turn, several times over, after one that warms up what they share."""
+    kinds = [("instant", "thread"), *((kind, mode) for kind in ("computes", "waits") for mode in modes)]
+    seen: dict[tuple[str, str], Seen] = {kind: Seen() for kind in kinds}
+    with _rig(folder, times) as rig:
+        trainers = {kind: rig.trainer(*kind, times) for kind in kinds}
+        rig.step(trainers[kinds[0]])
+        for _ in range(repetitions):
+            for kind in kinds:
+                step_s, driver_s = rig.step(trainers[kind])
+                seen[kind].steps_s.append(step_s)
+                seen[kind].driver_s.append(driver_s)
+    return seen
+
+
+@dataclass
+class _Rig:
+    config: RunConfig
+    driver: _Driver
+    ports: TrainerPorts
+    edge: EdgeLoop
+    parts: contextlib.ExitStack
+    status: list[FleetStatus]
+    url: str
+    """Of a server that answers each sample's question after its share of the reward's time."""
+    done: int = 0
+
+    def trainer(self, kind: str, mode: str, times: Times) -> Trainer:
+        """The loop with a reward of its own; manager, machines and actor are shared."""
+        each_s = times.reward / SAMPLES
+        rewards: dict[str, tuple[str, dict[str, Any]]] = {
+            "instant": ("computing", {"seconds": 0.0}),
+            "computes": ("computing", {"seconds": each_s}),
+            "waits": ("asking", {"url": self.url}),
+        }
+        function, options = rewards[kind]
+
+        async def opened() -> Scorer:
+            scorer = Scorer(f"{FUNCTIONS}:{function}", options=options, mode=mode, processes=PROCESSES)
+            await scorer.start()
+            return scorer
+
+        scorer = self.edge.run(opened(), "loading the reward function", CALL_S)
+        self.parts.callback(lambda: self.edge.run(scorer.close(), "closing the scorer", CALL_S))
+        return Trainer(self.config, Learner(self.config, self.driver), replace(self.ports, scorer=scorer))
+
+    def step(self, trainer: Trainer) -> tuple[float, float]:
+        """One step's seconds, and those of the main thread's fixed work."""
+        trainer.step = trainer.version = self.done
+        if not self.done:
+            trainer.publish()
+        self._wait_until_ready(self.done)
+        self.driver.worked_s = 0.0
+        metrics = trainer.train_step()
+        self.done += 1
+        return metrics["step_s"], self.driver.worked_s
+
+    def _wait_until_ready(self, version: int) -> None:
+        deadline = time.monotonic() + CALL_S
+        while sum(row.version == version for row in (self.status[-1].instances if self.status else ())) < ENGINES:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"{ENGINES} instances were not ready with version {version} in {CALL_S:g} s")
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def _rig(folder: Path, times: Times) -> Iterator[_Rig]:
+    config = _config(folder / "model", times)
+    driver = _Driver(folder / "model", config.train, total_optimizer_steps=1000, horizon_tokens=OUTPUT_TOKENS)
+    passes = SAMPLES // MICRO_BATCH_SAMPLES
+    driver.pass_s = times.step / 2 / passes
+    driver.loops = _loops_of(0.75 * driver.pass_s)
+    token = secrets.token_urlsafe(16)
+    seen: list[Event] = []
+    status: list[FleetStatus] = []
+    with contextlib.ExitStack() as parts:
+        processes = LocalProcesses(config, folder, token, seen.append)
+        parts.callback(processes.close)
+        url = processes.start_manager()
+        for _ in range(ENGINES):
+            processes.start_engine(url, "the benchmark starts")
+        store = WeightStore("reward-modes", "127.0.0.1", 0, token)
+        source = store.start()
+        parts.callback(store.close)
+        edge = parts.enter_context(EdgeLoop())
+        client = RolloutClient(url, token, seen.append, status.append)
+        edge.run(client.connect(), "connecting to the manager", CALL_S)
+        parts.callback(lambda: edge.run(client.close(), "closing the manager's socket", CALL_S))
+        ports = TrainerPorts(
+            rollout=client,
+            scorer=_Nobody(),
+            weights=store,
+            weights_source=source,
+            decoder=_Decoder(),
+            prompts=_Prompts(),
+            eval_prompts=(),
+            stop_ids=(),
+            edge=edge,
+            emit=seen.append,
+            record=lambda step, metrics: None,
+            checkpoints=Checkpoints(folder / "checkpoints", 1),
+            watch=processes.check_manager,
+        )
+        service = parts.enter_context(_server(times.reward / SAMPLES))
+        yield _Rig(config, driver, ports, edge, parts, status, service)
+
+
+@contextlib.contextmanager
+def _server(wait_s: float) -> Iterator[str]:
+    """Answers any question after `wait_s` with 0 or 1; on a loop of its own."""
+    from aiohttp import web
+
+    async def answer(request: web.Request) -> web.Response:
+        await asyncio.sleep(wait_s)
+        return web.Response(text=str(int(request.query["replica"]) % 2))
+
+    async def opened() -> tuple[web.AppRunner, int]:
+        app = web.Application()
+        app.router.add_get("/", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner, runner.addresses[0][1]
+
+    with EdgeLoop("reward-service") as loop:
+        runner, port = loop.run(opened(), "starting the reward's server", CALL_S)
+        try:
+            yield f"http://127.0.0.1:{port}/"
+        finally:
+            loop.run(runner.cleanup(), "ending the reward's server", CALL_S)
+
+
+class _Nobody:
+    """Stands where every trainer has a scorer of its own."""
+
+    async def score(self, sample: Any) -> Any:
+        raise AssertionError("a trainer without a scorer")
+
+
+class _Decoder:
+    """Paced tokens say nothing; their text is their number."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(len(token_ids))
+
+
+class _Prompts:
+    def for_step(self, step: int) -> Sequence[Prompt]:
+        return [
+            Prompt(k, "", [(k * 7 + position) % 100 for position in range(PROMPT_TOKENS)], {}, f"made[{k}]")
+            for k in range(PROMPTS)
+        ]
+
+
+def _fixed_work(loops: int) -> float:
+    """Seconds that a fixed amount of pure Python takes."""
+    began, total = time.perf_counter(), 0
+    for k in range(loops):
+        total += k & 7
+    return time.perf_counter() - began
+
+
+def _loops_of(seconds: float) -> int:
+    """How much of that work fits in `seconds` on this machine, by the shortest of several tries."""
+    loops = 200_000
+    return int(loops * seconds / min(_fixed_work(loops) for _ in range(7)))
+
+
+def _config(model: Path, times: Times) -> RunConfig:
+    tokens_per_s = SAMPLES * OUTPUT_TOKENS / (0.9 * times.step)
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(model)},
+            "data": {"train": [{"kind": "jsonl", "path": "unused"}], "max_prompt_tokens": PROMPT_TOKENS},
+            "rollout": {
+                "prompts_per_step": PROMPTS,
+                "samples_per_prompt": SAMPLES_PER_PROMPT,
+                "heartbeat_s": 2.0,
+                "max_pending_per_instance": 8,
+                "sampling": {"max_new_tokens": OUTPUT_TOKENS},
+                # Few at once, so that samples finish one after another, as with answers of many lengths.
+                "engines": {"tokens_per_s": tokens_per_s / ENGINES, "max_running": 4, "frame_steps": 4},
+            },
+            "train": {
+                "device": "cpu",
+                "threads": 1,
+                "lr": 1e-6,
+                "old_logprobs": "recompute",
+                "skip_groups_without_signal": False,
+                "tokens_per_micro_batch": MICRO_BATCH_SAMPLES * (PROMPT_TOKENS + OUTPUT_TOKENS),
+                "min_samples_per_micro_batch": MICRO_BATCH_SAMPLES,
+            },
+        }
+    )
