@@ -54,7 +54,7 @@ async def server(tmp_path: Path) -> AsyncIterator[StandIn]:
     [
         ("outside", f"drew token id {VOCAB}, which is outside the vocabulary of {VOCAB}"),
         ("nan", "the log-probability nan"),
-        ("other version", "drew with its weight version '999' and should serve 0"),
+        ("other version", "draws with its weight version '999' and should serve 0"),
         ("too few", "log-probabilities that are not those of"),
     ],
 )

@@ -35,7 +35,7 @@ def chunk(ids: list[int], finish: Finish = Finish.RUNNING, logprob: float = -0.5
         (chunk([3], logprob=-math.inf), 0, "log-probability -inf"),
         (chunk([3], logprob=0.5), 0, r"log-probability 0\.5"),
         (Chunk(token_ids=[3, 4], logprobs=[-1.0]), 0, "1 log-probabilities for 2 tokens"),
-        (chunk([3], version="6"), 0, "drew with its weight version '6' and should serve 7"),
+        (chunk([3], version="6"), 0, "draws with its weight version '6' and should serve 7"),
         (chunk([3, 3]), 3, "1 tokens more than max_new_tokens"),
         (chunk([3], Finish.STOP), 0, "stopped a sequence after 3, which is none of its stop ids"),
         (chunk([], Finish.STOP), 0, "stopped a sequence after no token"),

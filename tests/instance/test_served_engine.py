@@ -323,6 +323,31 @@ async def test_a_sequence_that_the_server_drops_goes_on_from_its_last_token(
     assert [len(body["token_ids"]) - 3 for body in server.requests] == [0, 2, 4, 6]
 
 
+async def test_a_server_with_other_weights_is_given_up_before_any_sequence_ends(
+    engine: ServedEngine, server: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM names its weights with a sequence's last tokens, which may be an hour away."""
+    monkeypatch.setattr(served, "WORK_POLL_S", 0.01)
+    server.behave = lambda body: "hang"
+    engine.start([start(1, PROMPT, Sampling(max_new_tokens=12))])
+    await until(lambda: engine.load().work_done)
+    server.version = "5"
+    with pytest.raises(EngineError, match="weight version '5' and should serve 0; was it started again"):
+        await finished(engine, [1])
+
+
+async def test_a_server_that_was_started_again_draws_nothing_on(engine: ServedEngine, server: StandIn) -> None:
+    def started_again(body: dict[str, Any]) -> str:
+        server.version = "default"
+        return "cut"
+
+    server.behave = started_again
+    engine.start([start(1, PROMPT, Sampling(max_new_tokens=12))])
+    with pytest.raises(EngineError, match="weight version 'default' and should serve 0"):
+        await finished(engine, [1])
+    assert len(server.requests) == 1
+
+
 async def test_one_that_is_dropped_again_and_again_fails_with_its_cause(engine: ServedEngine, server: StandIn) -> None:
     server.behave = lambda body: "abort"
     engine.start([start(1, PROMPT, Sampling(max_new_tokens=30))])
@@ -339,7 +364,7 @@ async def test_one_that_is_dropped_again_and_again_fails_with_its_cause(engine: 
         ("outside", "token id 50, which is outside the vocabulary of 50"),
         ("too few", "1 log-probabilities that are not those of 2 tokens"),
         ("error", "the engine is dead"),
-        ("other version", "drew with its weight version '999' and should serve 0"),
+        ("other version", "draws with its weight version '999' and should serve 0"),
     ],
 )
 async def test_a_server_that_says_what_no_sound_server_says_is_given_up(

@@ -111,6 +111,10 @@ class Dialect(Protocol):
         """Ends sequences; unknown ones are ignored."""
         ...
 
+    async def weight_version(self, http: aiohttp.ClientSession, base_url: str) -> str:
+        """What the server says that it serves now: the number last given to `load`, as text, or another's word."""
+        ...
+
     async def load(self, http: aiohttp.ClientSession, base_url: str, folder: Path, version: int) -> None:
         """Swaps in the weights of a Hugging Face folder while nothing runs; KV and prefix caches are dropped.
 

@@ -43,6 +43,14 @@ async def call(
     return parsed(data, url) if data.strip() else None
 
 
+def field_of(answer: Any, name: str) -> str:
+    """A text in a decoded answer. Raises EngineError where there is none."""
+    value = answer.get(name) if isinstance(answer, dict) else None
+    if not isinstance(value, str):
+        raise EngineError(f"the server's answer has no {name}: {str(answer)[:300]}")
+    return value
+
+
 async def call_text(http: aiohttp.ClientSession, url: str, *, deadline_s: float = CALL_S) -> str:
     """What a server answers to GET, as text. Raises like `call`."""
     return (await _answer(http, "GET", url, None, deadline_s)).decode(errors="replace")

@@ -87,17 +87,23 @@ def check_chunk(chunk: Chunk, held: Held, version: int, vocab_size: int) -> None
             )
         if value > 0:
             chunk.logprobs[place] = 0.0
-    if chunk.weight_version and chunk.weight_version != str(version):
-        raise EngineError(
-            f"the server drew with its weight version {chunk.weight_version!r} and should serve {version}; was it "
-            "started again, or given weights by somebody else?"
-        )
+    if chunk.weight_version:
+        check_version(chunk.weight_version, version)
     over = len(held.drawn) + len(chunk.token_ids) - held.start.sampling.max_new_tokens
     if over > 0:
         raise EngineError(f"the server drew {over} tokens more than max_new_tokens")
     if chunk.finish is Finish.STOP and (not chunk.token_ids or chunk.token_ids[-1] not in held.start.sampling.stop_ids):
         last = chunk.token_ids[-1] if chunk.token_ids else "no token"
         raise EngineError(f"the server stopped a sequence after {last}, which is none of its stop ids")
+
+
+def check_version(said: str, version: int) -> None:
+    """Raises EngineError where a server says that it serves other weights than it was given last."""
+    if said != str(version):
+        raise EngineError(
+            f"the server draws with its weight version {said!r} and should serve {version}; was it started again, or "
+            "given weights by somebody else?"
+        )
 
 
 def _outside(ids: Sequence[int], vocab_size: int) -> int | None:

@@ -25,7 +25,7 @@ from penstock.instance.dialect import Chunk, Dialect, ServerFacts
 from penstock.instance.engine import DEFAULT_CONTEXT_TOKENS, EngineInfo, EngineLoad, SequenceStart, TokenDelta
 from penstock.instance.liveness import ServerWork
 from penstock.instance.outgoing import Outgoing, TokenCount
-from penstock.instance.sequences import ABORTS_ALLOWED, Held, check_chunk, refusal
+from penstock.instance.sequences import ABORTS_ALLOWED, Held, check_chunk, check_version, refusal
 from penstock.instance.supervise import Server
 from penstock.instance.weight_folder import WeightFolders, difference, identity, parse_config
 from penstock.sample import Finish
@@ -39,7 +39,7 @@ CONNECT_S = 10.0
 LAST_WORDS_S = 2.0
 """For a server's process to end after its connections broke; then its log says why."""
 WORK_POLL_S = 2.0
-"""A server that gave no token for so long is asked what it gets done."""
+"""A server at work is asked so often which weights it serves, and where it gave no token, what it gets done."""
 CONTROL_CONNECTIONS = 8
 KEEP_ALIVE_S = 2.0
 """Less than servers keep a connection open that nothing is asked on: one that closes just then breaks a request."""
@@ -367,6 +367,8 @@ class ServedEngine:
     async def _lost(self, held: Held, error: BaseException) -> None:
         """A broken connection is the server's end, unless it answers."""
         if await self._dialect.is_up(self._http, self._server.base_url):
+            # One that was started again answers too, with weights of its own.
+            await self._ask_version()
             self._dropped(held, f"its connection broke: {_words(error)}")
             return
         if self._watch is not None and self._server.managed:
@@ -417,6 +419,26 @@ class ServedEngine:
                 with contextlib.suppress(EngineError, *NETWORK_ERRORS):
                     self._work.said(await self._dialect.figures(self._http, self._server.base_url))
             counted = self._count.tokens
+            if self._running:
+                await self._ask_version()
+
+    async def _ask_version(self) -> None:
+        """Gives up a server that serves other weights than it was given here.
+
+        Not every server says with each token which weights drew it, and vLLM does with a sequence's last ones alone.
+        One that does not answer has said nothing: that it hangs, or is gone, is found elsewhere.
+        """
+        if self._swapping.locked():
+            return
+        async with self._swapping:
+            try:
+                said = await self._dialect.weight_version(self._http, self._server.base_url)
+            except (EngineError, *NETWORK_ERRORS):
+                return
+            try:
+                check_version(said, self.version)
+            except EngineError as error:
+                self._die(str(error))
 
     def _die(self, cause: str) -> None:
         """Deltas that were made are still given out; then their reader gets the cause."""

@@ -23,7 +23,7 @@ from penstock.errors import EngineError
 from penstock.instance.accelerator import has_accelerator
 from penstock.instance.dialect import Chunk, ServerFacts
 from penstock.instance.engine import SequenceStart
-from penstock.instance.http_calls import call, events, excerpt, parsed
+from penstock.instance.http_calls import call, events, excerpt, field_of, parsed
 from penstock.instance.model_folder import config_in, dtype_in
 from penstock.sample import Finish
 
@@ -260,6 +260,9 @@ class SglangDialect:
         for request_id in request_ids:
             await call(http, "POST", f"{base_url}/abort_request", {"rid": _rid(request_id)})
 
+    async def weight_version(self, http: aiohttp.ClientSession, base_url: str) -> str:
+        return field_of(await call(http, "GET", f"{base_url}/model_info", deadline_s=FIGURES_S), "weight_version")
+
     async def load(self, http: aiohttp.ClientSession, base_url: str, folder: Path, version: int) -> None:
         # Not /pause_generation: an agent that dies before it says /continue_generation would leave a server that hangs.
         await call(http, "POST", f"{base_url}/abort_request", {"abort_all": True})
@@ -273,9 +276,9 @@ class SglangDialect:
         )
         if not isinstance(said, dict) or said.get("success") is not True:
             raise EngineError(f"the server did not take weight version {version}: {said}")
-        model = await call(http, "GET", f"{base_url}/model_info")
-        if not isinstance(model, dict) or model.get("weight_version") != str(version):
-            raise EngineError(f"the server was given weight version {version} and says {str(model)[:300]}")
+        now = await self.weight_version(http, base_url)
+        if now != str(version):
+            raise EngineError(f"the server was given weight version {version} and says {now!r}")
 
     async def _wait_idle(self, http: aiohttp.ClientSession, base_url: str) -> None:
         """Flushes the radix cache once the scheduler has nothing left, without which an update takes the weights only.

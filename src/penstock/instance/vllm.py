@@ -18,7 +18,7 @@ from penstock.errors import EngineError
 from penstock.instance.accelerator import has_accelerator
 from penstock.instance.dialect import Chunk, ServerFacts
 from penstock.instance.engine import SequenceStart
-from penstock.instance.http_calls import call, call_text, events, excerpt, metrics_in, request_seed
+from penstock.instance.http_calls import call, call_text, events, excerpt, field_of, metrics_in, request_seed
 from penstock.instance.model_folder import config_of, dtype_in
 from penstock.sample import Finish
 
@@ -204,6 +204,9 @@ class VllmDialect:
         ids = [f"{ID_PREFIX}{request_id}" for request_id in request_ids]
         await call(http, "POST", f"{base_url}/inference/v1/abort_requests", {"request_ids": ids})
 
+    async def weight_version(self, http: aiohttp.ClientSession, base_url: str) -> str:
+        return field_of(await call(http, "GET", f"{base_url}/weight_info", deadline_s=FIGURES_S), "weight_version")
+
     async def load(self, http: aiohttp.ClientSession, base_url: str, folder: Path, version: int) -> None:
         await call(http, "POST", f"{base_url}/pause?mode=abort&clear_cache=true")
         try:
@@ -220,9 +223,9 @@ class VllmDialect:
             await call(http, "POST", f"{base_url}/update_weight_version", {"new_version": str(version)})
         finally:
             await call(http, "POST", f"{base_url}/resume")
-        said = await call(http, "GET", f"{base_url}/weight_info")
-        if not isinstance(said, dict) or said.get("weight_version") != str(version):
-            raise EngineError(f"the server was given weight version {version} and says {said}")
+        said = await self.weight_version(http, base_url)
+        if said != str(version):
+            raise EngineError(f"the server was given weight version {version} and says {said!r}")
 
 
 def read_event(data: bytes) -> Chunk:
