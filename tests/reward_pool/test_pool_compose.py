@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from penstock.errors import RewardError, StorageError
 from penstock.reward import AnswerCache, ComputePool, Endpoint, Score, Unscored, compose, score_batch
 from penstock.reward.cache import content_key
-from penstock.reward.failures import JobFailed
+from penstock.reward.failures import DeadlinePassed, JobFailed
 from penstock.simulate.provider_server import ProviderServer
 from penstock.simulate.providers import Provider
 
@@ -141,6 +143,35 @@ async def test_one_caller_that_leaves_does_not_take_the_others_answer_away() -> 
             last.cancel()
             await asyncio.gather(last, return_exceptions=True)
             await pool.request("/chat/completions", {**ASK, "seed": 9})
+
+
+async def test_who_shares_a_request_keeps_its_own_deadline() -> None:
+    async with ProviderServer(Provider(median_s=0.3, spread=0.0, round_trip_s=0.0)) as server:
+        async with ComputePool([Endpoint(server.url)], single_flight=True) as pool:
+            patient = asyncio.create_task(pool.request("/chat/completions", ASK, deadline_s=60))
+            await server.arrived(1)
+            with pytest.raises(DeadlinePassed, match="equal request is in flight"):
+                await pool.request("/chat/completions", ASK, deadline_s=0.05)
+            assert (await patient).status == 200
+            hasty = asyncio.create_task(pool.request("/chat/completions", {**ASK, "seed": 1}, deadline_s=0.1))
+            await server.arrived(2)
+            assert (await pool.request("/chat/completions", {**ASK, "seed": 1}, deadline_s=60)).status == 200
+            with pytest.raises(DeadlinePassed):
+                await hasty
+
+
+async def test_a_full_disk_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    cache = AnswerCache(tmp_path)
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url)], cache=cache) as pool:
+        for n in range(3):
+            assert (await pool.request("/chat/completions", {**ASK, "seed": n})).status == 200
+    assert cache.refused == 3
+    assert caplog.text.count("No space left on device") == 1
+    assert not os.listdir(tmp_path), "and leaves no half-written file"
 
 
 def tear(folder: Path) -> None:

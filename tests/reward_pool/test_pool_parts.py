@@ -86,6 +86,35 @@ def test_a_missing_pool_file_and_a_missing_key_say_what_is_missing(
 
 
 @pytest.mark.parametrize(
+    ("held", "says"),
+    [
+        (b" \n", "is empty"),
+        (b"s3cr\xff\xfet", "is not text"),
+        (b"s3c\nret", "line breaks"),
+        ("s3crét".encode(), "ASCII"),
+    ],
+)
+def test_what_can_be_no_key_is_refused_and_not_shown(tmp_path: Path, held: bytes, says: str) -> None:
+    (tmp_path / "key").write_bytes(held)
+    with pytest.raises(ConfigError, match=says) as error:
+        read_key(Endpoint("https://a.example", api_key_file=str(tmp_path / "key")))
+    assert "s3c" not in str(error.value)
+
+
+def test_a_key_where_its_name_belongs_is_refused_and_not_shown() -> None:
+    for wrong in (
+        {"api_key_env": "sk-s3cret"},
+        {"headers": {"X-Api-Key": "s3cret"}},
+        {"headers": {"api-key": "s3cret"}},
+    ):
+        with pytest.raises(ConfigError, match="api_key_env") as error:
+            Endpoint("https://a.example", **wrong)
+        assert "s3cret" not in str(error.value)
+    with pytest.raises(ConfigError, match="api_key_header"):
+        Endpoint("https://a.example", api_key_header="x key\r\n")
+
+
+@pytest.mark.parametrize(
     ("text", "seconds"),
     [
         ("1.5", 1.5),

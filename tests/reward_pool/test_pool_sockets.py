@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import socket
 import ssl
 import subprocess
@@ -264,6 +265,106 @@ async def test_a_stream_comes_piece_by_piece() -> None:
         assert pieces == [f"hello {n} " for n in range(5)]
         assert server.seen[0][1]["stream"] is True
         assert pool.running == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"), [("error-in-200", "HTTP 200 with an error.*model crashed"), ("429-once", "a whole answer came")]
+)
+async def test_a_stream_that_is_none_is_no_empty_answer(fault: str, says: str) -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url)], ONCE) as pool:
+        with pytest.raises(JobFailed, match=says):
+            _ = [
+                piece async for piece in pool.stream("/chat/completions", {"model": f"fault-{fault}", "messages": USER})
+            ]
+
+
+async def test_a_stream_that_says_what_it_cost_is_charged_that() -> None:
+    async def streamed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
+        for piece in (b'data: {"choices": [{}]}\n\ndata: {"choices": [], "usa', b'ge": {"total_tokens": 40}}\n\n'):
+            writer.write(piece)
+            await writer.drain()
+        writer.write(b"data: [DONE]\n\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(streamed, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    events: list[AttemptEnded] = []
+    endpoint = Endpoint(url, price_per_1k_tokens=1.0, tokens_per_minute=60_000)
+    async with ComputePool([endpoint], ONCE, on_event=events.append) as pool:
+        for _ in range(3):  # by the estimate of half a minute's worth each, the second would wait for as long
+            body = {"model": "m", "messages": USER, "max_tokens": 29_000}
+            assert len([piece async for piece in pool.stream("/chat/completions", body, deadline_s=20)]) == 2
+        assert pool.spent == pytest.approx(0.12)
+    assert [event.tokens for event in events] == [40.0] * 3
+    server.close()
+
+
+async def test_any_answer_of_success_is_one() -> None:
+    async def created(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 201 Created\r\ncontent-length: 8\r\n\r\n{"id":1}')
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(created, "127.0.0.1", 0)
+    async with ComputePool([Endpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")], ONCE) as pool:
+        reply = await pool.request("/jobs", {"model": "m"})
+        assert (reply.value, reply.status) == ({"id": 1}, 201)
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("priority", float("nan"), "priority = nan: must be a finite number"),
+        ("priority", float("inf"), "priority = inf: must be a finite number"),
+        ("priority", "high", "priority = 'high': must be a finite number"),
+        ("deadline_s", float("nan"), "deadline_s = nan: must be a number of seconds"),
+        ("attempts", 0, "attempts = 0: must be a whole number from 1"),
+        ("hedge_after_s", -1.0, "hedge_after_s = -1.0: must be above 0"),
+        ("estimated_tokens", float("nan"), "estimated_tokens = nan: must be a finite number from 0"),
+    ],
+)
+async def test_an_option_of_a_call_that_cannot_be_is_refused_and_the_queue_stays_in_order(
+    option: str, value: object, says: str
+) -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url, concurrency=1)]) as pool:
+        others = [asyncio.create_task(ask(pool, str(n))) for n in range(3)]
+        await server.arrived(1)
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            await ask(pool, **{option: value})
+        assert await asyncio.gather(*others) == ["echo: 0", "echo: 1", "echo: 2"]
+        assert pool.waiting == pool.running == 0
+        with pytest.raises(DeadlinePassed):
+            await ask(pool, deadline_s=-1)
+
+
+async def test_a_key_goes_where_its_service_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readuntil(b"\r\n\r\n")).decode().lower())
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(note, "127.0.0.1", 0)
+    monkeypatch.setenv("JUDGE_KEY", "s3cret\n")
+    endpoint = Endpoint(
+        f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", api_key_env="JUDGE_KEY", api_key_header="x-api-key"
+    )
+    async with ComputePool([endpoint], ONCE) as pool:
+        await ask_raw(pool)
+    server.close()
+    assert "\r\nx-api-key: s3cret\r\n" in asked[0]
+    assert "authorization" not in asked[0]
+
+
+async def ask_raw(pool: ComputePool) -> object:
+    return (await pool.request("/x", {"model": "m"})).value
 
 
 async def test_leaving_a_stream_gives_its_place_back() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,8 @@ import msgspec
 from penstock.errors import StorageError
 
 __all__ = ["AnswerCache", "SingleFlight", "content_key"]
+
+_LOG = logging.getLogger(__name__)
 
 
 def content_key(path: str, body: dict[str, Any]) -> str:
@@ -41,6 +44,8 @@ class AnswerCache:
             raise StorageError(f"answer cache {self._folder}: {error.strerror}") from None
         self.hits = 0
         self.misses = 0
+        self.refused = 0
+        """Answers that the disk didn't take."""
 
     def get(self, key: str) -> bytes | None:
         """The answer's bytes, or None."""
@@ -59,16 +64,30 @@ class AnswerCache:
         Raises:
             StorageError: the disk refused it.
         """
+        name = ""
         try:
             handle, name = tempfile.mkstemp(dir=self._folder, suffix=".part")
             with os.fdopen(handle, "wb") as file:
                 file.write(body)
             os.replace(name, self._folder / f"{key}.json")
         except OSError as error:
+            if name:
+                Path(name).unlink(missing_ok=True)
             raise StorageError(f"answer cache {self._folder}: {error.strerror}") from None
         self._count += 1
         if self._count > self._at_most:
             self._drop_oldest()
+
+    def keep(self, key: str, body: bytes) -> None:
+        """`put`, for an answer that somebody waits for: a disk that refuses it is told once, and counted."""
+        try:
+            self.put(key, body)
+        except StorageError as error:
+            self.refused += 1
+            if self.refused == 1:
+                _LOG.warning(
+                    "%s; answers are given all the same, and those that aren't kept are asked for again", error
+                )
 
     def _drop_oldest(self) -> None:
         files = sorted(self._folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
@@ -84,9 +103,14 @@ class SingleFlight:
         self._flying: dict[str, tuple[asyncio.Task[Any], list[int]]] = {}
         self.shared = 0
 
+    def __contains__(self, key: str) -> bool:
+        """Whether somebody who asks now shares the work of another."""
+        entry = self._flying.get(key)
+        return entry is not None and not entry[0].cancelling()
+
     async def run(self, key: str, work: Callable[[], Awaitable[Any]]) -> Any:
         entry = self._flying.get(key)
-        if entry is None or entry[0].cancelling():
+        if entry is None or key not in self:
             task = asyncio.ensure_future(_as_coroutine(work))
             entry = self._flying[key] = (task, [0])
             task.add_done_callback(lambda task: self._landed(key, task))

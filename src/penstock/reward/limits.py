@@ -12,6 +12,7 @@ import difflib
 import fnmatch
 import functools
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,6 +39,8 @@ _T = TypeVar("_T")
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+KEY_HEADERS = frozenset(("authorization", "api-key", "x-api-key"))
+"""Headers that hold keys, in lower case: never declared as they are, since declarations are shown."""
 
 
 def _say(error: ValidationError, owner: type, where: str) -> ConfigError:
@@ -108,7 +111,9 @@ class Endpoint:
     api_key_env: str = ""
     """Environment variable that holds the service's key."""
     api_key_file: str = ""
-    """File that holds the service's key; read when the pool opens."""
+    """File that holds the service's key; read when it is first needed."""
+    api_key_header: str = "Authorization"
+    """Header that takes the key: `Authorization` as `Bearer KEY`, any other (such as `api-key`) as it is."""
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Sent with every request. Not for keys: use `api_key_env` or `api_key_file`."""
     refunds_cancelled: bool = False
@@ -122,8 +127,15 @@ class Endpoint:
             raise ValueError("'url' holds a user or password; put keys into api_key_env or api_key_file")
         if self.api_key_env and self.api_key_file:
             raise ValueError("give either api_key_env or api_key_file, not both")
-        if any(header.lower() == "authorization" for header in self.headers):
-            raise ValueError("'headers' holds an Authorization; use api_key_env or api_key_file")
+        if self.api_key_env and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
+            raise ValueError("'api_key_env' must be the name of an environment variable; what it holds is no name")
+        for header in self.headers:
+            if header.lower() in {*KEY_HEADERS, self.api_key_header.lower()}:
+                raise ValueError(
+                    f"'headers' holds {header!r}, a key's place; use api_key_env or api_key_file, and api_key_header"
+                )
+        if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", self.api_key_header):
+            raise ValueError(f"'api_key_header' = {self.api_key_header!r} is no name of a header")
         if not self.models:
             raise ValueError("'models' is empty: the endpoint would never be used")
         return self
@@ -261,16 +273,25 @@ def read_key(endpoint: Endpoint) -> str:
     """The service's key, or "" where none is declared.
 
     Raises:
-        ConfigError: the declared variable isn't set or the file can't be read; the key itself is never in the message.
+        ConfigError: the declared variable isn't set, the file can't be read, or what it holds can't be a key; the key
+            itself is never in the message.
     """
     if endpoint.api_key_env:
+        where = f"{endpoint.label}: api_key_env names {endpoint.api_key_env}, which"
         key = os.environ.get(endpoint.api_key_env, "")
-        if not key:
-            raise ConfigError(f"{endpoint.label}: api_key_env names {endpoint.api_key_env}, which is not set")
-        return key
-    if endpoint.api_key_file:
+    elif endpoint.api_key_file:
+        where = f"{endpoint.label}: api_key_file {endpoint.api_key_file}"
         try:
-            return Path(endpoint.api_key_file).read_text().strip()
+            key = Path(endpoint.api_key_file).read_text()
         except OSError as error:
-            raise ConfigError(f"{endpoint.label}: api_key_file {endpoint.api_key_file}: {error.strerror}") from None
-    return ""
+            raise ConfigError(f"{where}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{where} is not text") from None
+    else:
+        return ""
+    key = key.strip()
+    if not key:
+        raise ConfigError(f"{where} is {'not set' if endpoint.api_key_env else 'empty'}")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{where} holds characters that no key has: line breaks inside it, or others than ASCII")
+    return key

@@ -20,8 +20,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.errors import ConfigError, PoolError
+from penstock.reward.asking import check_options, estimated_tokens_of, own_options
 from penstock.reward.cache import AnswerCache, SingleFlight, content_key
-from penstock.reward.failures import PoolClosed
+from penstock.reward.elsewhere import carried
+from penstock.reward.failures import DeadlinePassed, PoolClosed
 from penstock.reward.jobs import Job
 from penstock.reward.limits import Endpoint, PoolConfig, PoolOptions, load_pool, read_key
 from penstock.reward.report import AttemptEnded, EndpointRow, Watcher, rows_of
@@ -32,6 +34,8 @@ from penstock.reward.transport import HttpTransport, Reply, Request, Transport, 
 __all__ = ["ComputePool", "open_pools"]
 
 _T = TypeVar("_T")
+CLOSE_S = 60.0
+"""Longest wait, beyond the grace, for a pool that is closed from another loop than its own."""
 STREAM_AHEAD = 64
 """Pieces of a streamed body that may wait for the reader before the provider's are left in the socket."""
 
@@ -102,29 +106,29 @@ class ComputePool:
 
     async def chat(self, *, model: str, messages: Sequence[Mapping[str, Any]], **params: Any) -> Any:
         """A chat completion: the whole answer as a dict, every field kept. See `request` for the pool's own options."""
-        own = _own(params)
+        own = own_options(params)
         return (await self.request("/chat/completions", {"model": model, "messages": messages, **params}, **own)).value
 
     async def completions(self, *, model: str, prompt: Any, **params: Any) -> Any:
-        own = _own(params)
+        own = own_options(params)
         return (await self.request("/completions", {"model": model, "prompt": prompt, **params}, **own)).value
 
     async def embeddings(self, *, model: str, input: Any, **params: Any) -> Any:
-        own = _own(params)
+        own = own_options(params)
         return (await self.request("/embeddings", {"model": model, "input": input, **params}, **own)).value
 
     async def classify(self, *, model: str, input: Any, **params: Any) -> Any:
-        own = _own(params)
+        own = own_options(params)
         return (await self.request("/classify", {"model": model, "input": input, **params}, **own)).value
 
     async def score(self, *, model: str, text_1: Any, text_2: Any, **params: Any) -> Any:
-        own = _own(params)
+        own = own_options(params)
         return (
             await self.request("/score", {"model": model, "text_1": text_1, "text_2": text_2, **params}, **own)
         ).value
 
     async def rerank(self, *, model: str, query: str, documents: Sequence[str], **params: Any) -> Any:
-        own = _own(params)
+        own = own_options(params)
         return (
             await self.request("/rerank", {"model": model, "query": query, "documents": documents, **params}, **own)
         ).value
@@ -153,15 +157,17 @@ class ComputePool:
         home, request = self._loop, Request(path, body, encoded=encoded)
         if home is None or home.is_closed():
             home = self._bind()
-        if self._flights is not None:
-            work = self._once(request, priority, deadline_s, estimated_tokens, attempts, hedge_after_s)
-            return await self._at_home(work)
-        if home is asyncio.get_running_loop():
+        if home is asyncio.get_running_loop() and self._flights is None:
             call = Call(request)
             job = self._submit(call, priority, deadline_s, estimated_tokens, attempts, hedge_after_s)
             return await self._runner.answer(call, job)
-        work = self._request(request, priority, deadline_s, estimated_tokens, attempts, hedge_after_s)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, home))
+        ask = self._request if self._flights is None else self._once
+
+        def work(left_s: float) -> Coroutine[Any, Any, Reply]:
+            within_s = None if deadline_s is None else left_s
+            return ask(request, priority, within_s, estimated_tokens, attempts, hedge_after_s)
+
+        return await self._at_home(work, self._scheduler.options.timeout_s if deadline_s is None else deadline_s)
 
     async def stream(
         self, path: str, body: dict[str, Any], *, priority: float = 0.0, deadline_s: float | None = None
@@ -215,7 +221,7 @@ class ComputePool:
         job = self._submit(call, priority, deadline_s, tokens, attempts, hedge_after_s)
         return await self._runner.answer(call, job)
 
-    async def _once(self, request: Request, *options: Any) -> Reply:
+    async def _once(self, request: Request, priority: float, deadline_s: float | None, *options: Any) -> Reply:
         """One request, unless an equal one is in flight or its answer is in the cache."""
         assert self._flights is not None
         try:
@@ -224,10 +230,28 @@ class ComputePool:
             raise PoolError(f"the request can't be written as JSON: {error}") from None
         if self._cache is not None and (body := await asyncio.to_thread(self._cache.get, key)) is not None:
             return Reply(msgspec.json.decode(body), body, endpoint="cache")
-        reply: Reply = await self._flights.run(key, lambda: self._request(request, *options))
-        if self._cache is not None and reply.body:
-            await asyncio.to_thread(self._cache.put, key, reply.body)
-        return reply
+
+        async def send() -> Reply:
+            reply = await self._request(request, priority, deadline_s, *options)
+            if self._cache is not None and reply.body:
+                await asyncio.to_thread(self._cache.keep, key, reply.body)
+            return reply
+
+        wait_s = self._scheduler.options.timeout_s if deadline_s is None else deadline_s
+        ends_at = (loop := asyncio.get_running_loop()).time() + wait_s
+        while True:
+            shared = key in self._flights
+            try:
+                async with asyncio.timeout_at(ends_at if shared and ends_at < math.inf else None):
+                    reply: Reply = await self._flights.run(key, send)
+                return reply
+            except TimeoutError:
+                raise DeadlinePassed(f"no answer after {wait_s:.3g} s (an equal request is in flight)") from None
+            except DeadlinePassed:
+                # Whoever sent it had less time than this caller, who sends it again with what is left of its own.
+                if not shared or loop.time() >= ends_at:
+                    raise
+                deadline_s = None if deadline_s is None else ends_at - loop.time()
 
     # How they are carried out
 
@@ -243,11 +267,28 @@ class ComputePool:
                 self._loop = self._runner.loop = asyncio.get_running_loop()
         return self._loop
 
-    async def _at_home(self, work: Coroutine[Any, Any, _T]) -> _T:
-        home = self._bind()
-        if home is asyncio.get_running_loop():
-            return await work
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, home))
+    async def _at_home(self, work: Callable[[float], Coroutine[Any, Any, _T]], wait_s: float) -> _T:
+        """Carries work over to the pool's loop; where that one ends under it, the work is begun again on the next.
+
+        `work` is told how many seconds are left.
+
+        Raises:
+            DeadlinePassed: the pool's loop has been standing still, though not closed, until the time was up.
+        """
+        here = asyncio.get_running_loop()
+        ends_at = here.time() + wait_s
+        while True:
+            home, left_s = self._bind(), ends_at - here.time()
+            if home is here:
+                return await work(left_s)
+            coroutine = work(left_s)
+            try:
+                future = asyncio.run_coroutine_threadsafe(coroutine, home)
+            except RuntimeError:  # closed since we looked
+                coroutine.close()
+                continue
+            if await carried(future, home, ends_at):
+                return future.result()
 
     def _submit(
         self,
@@ -259,10 +300,18 @@ class ComputePool:
         hedge_after_s: float | None,
     ) -> Job:
         assert self._loop is not None
+        if (
+            deadline_s is not None
+            or priority
+            or attempts is not None
+            or hedge_after_s is not None
+            or tokens is not None
+        ):
+            check_options(priority, deadline_s, attempts, hedge_after_s, tokens)
         now = self._loop.time()
         body = call.request.body
         if tokens is None:
-            tokens = _estimate(call.request)
+            tokens = estimated_tokens_of(call.request)
         wait_s = self._scheduler.options.timeout_s if deadline_s is None else deadline_s
         job = self._scheduler.submit(
             call,
@@ -294,10 +343,16 @@ class ComputePool:
     async def close(self, grace_s: float = 0.0) -> None:
         """Takes no more jobs, fails waiting ones with `PoolClosed`, gives running ones `grace_s`, then cancels them."""
         _OPEN.discard(self)
-        if self._loop is None:
+        home = self._loop
+        if home is None:
             self._scheduler.close()
-            return
-        await self._at_home(self._close(grace_s))
+        elif home is asyncio.get_running_loop() or home.is_running():
+            await self._at_home(lambda _: self._close(grace_s), grace_s + CLOSE_S)
+        else:  # closed, or standing still: nothing can be waited for there
+            self._scheduler.close()
+            self._runner.abandon()
+            for transport in (self._http, *self._transports.values()):
+                await transport.close()
 
     async def _close(self, grace_s: float) -> None:
         idle = self._runner.idle = asyncio.Event()
@@ -366,30 +421,3 @@ class ComputePool:
     def spent(self) -> float:
         """Money, in the endpoints' currency."""
         return self._scheduler.spent
-
-
-_OWN_OPTIONS = frozenset(("priority", "deadline_s", "estimated_tokens", "attempts", "hedge_after_s"))
-
-
-def _own(params: dict[str, Any]) -> dict[str, Any]:
-    """The pool's own options, taken out of a call's parameters; the rest are the service's."""
-    if _OWN_OPTIONS.isdisjoint(params):
-        return _NONE
-    return {name: params.pop(name) for name in _OWN_OPTIONS & params.keys()}
-
-
-_NONE: dict[str, Any] = {}
-
-
-def _estimate(request: Request) -> float:
-    """Tokens a request is expected to cost: a quarter of its bytes, and what it allows the answer to be."""
-    if not request.encoded:
-        try:
-            request.encoded = msgspec.json.encode(request.body)
-        except TypeError as error:
-            raise PoolError(f"the request can't be written as JSON: {error}") from None
-    body, tokens = request.body, float(len(request.encoded) // 4)
-    answer, count = body.get("max_completion_tokens") or body.get("max_tokens"), body.get("n")
-    if isinstance(answer, int | float) and answer > 0:
-        tokens += answer * count if isinstance(count, int | float) and count > 1 else answer
-    return tokens

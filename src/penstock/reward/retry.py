@@ -61,9 +61,9 @@ class Outcome(msgspec.Struct, frozen=True):
     error: BaseException | None = None
     """The exception, where there was one."""
 
-    def of_kind(self, kind: Kind) -> Outcome:
+    def of_kind(self, kind: Kind, cause: str | None = None) -> Outcome:
         """The same end, taken for something else."""
-        return msgspec.structs.replace(self, kind=kind)
+        return msgspec.structs.replace(self, kind=kind, cause=self.cause if cause is None else cause)
 
 
 _SPENT_WORDS = (

@@ -33,6 +33,8 @@ from penstock.reward.retry import DONE, Kind, Outcome, kind_of_error, kind_of_st
 
 __all__ = ["FunctionTransport", "HttpTransport", "Reply", "Request", "Transport"]
 
+STREAM_TAIL = 8192
+"""Bytes of a stream's end in which its usage is looked for."""
 BODY_SHOWN = 500
 """Characters of an error's body that are kept."""
 LET_GO_S = 1.0
@@ -120,7 +122,10 @@ class HttpTransport:
     async def close(self) -> None:
         if self._session is not None and self._expiry is not None:
             self._expiry.close()
-            await self._session.close()
+            if self._loop is asyncio.get_running_loop():
+                await self._session.close()
+            else:
+                self._let_go()
             self._session = None
 
     def _way(self, endpoint: Endpoint, path: str) -> _Way:
@@ -175,7 +180,7 @@ class HttpTransport:
         chunk: Callable[[bytes], Awaitable[None]],
     ) -> tuple[Outcome, Reply | None]:
         """Hands a body on piece by piece. A break after the first piece is final: what was said can't be unsaid."""
-        begun = False
+        begun, tail = False, b""
         try:
             async with (
                 asyncio.timeout(timeout_s),
@@ -187,17 +192,22 @@ class HttpTransport:
                     allow_redirects=False,
                 ) as response,
             ):
-                if response.status != 200:
-                    return _understood(endpoint, response.status, response.headers, await response.read(), way)
+                status = response.status
+                if not 200 <= status < 300 or response.content_type == "application/json":
+                    outcome, reply = _understood(endpoint, status, response.headers, await response.read(), way)
+                    if reply is not None:
+                        return outcome.of_kind(Kind.FINAL, "a stream was asked for, and a whole answer came"), None
+                    return outcome, None
                 async for piece in response.content.iter_any():
                     begun = True
+                    tail = (tail + piece)[-STREAM_TAIL:]
                     await chunk(piece)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             if not begun:
                 return _broken(error, timeout_s), None
             return Outcome(Kind.FINAL, f"stream broke off: {_cause(error, timeout_s)}", 200, error=error), None
         told = told_limits(response.headers, time.time())
-        return Outcome(Kind.DONE, status=200, told=told), Reply(None, b"", 200)
+        return Outcome(Kind.DONE, status=status, tokens=_streamed_tokens(tail), told=told), Reply(None, b"", status)
 
 
 class _Way(NamedTuple):
@@ -215,7 +225,8 @@ class _Way(NamedTuple):
         base = base.removesuffix("/v1") if path in ROOT_PATHS else base
         headers, key = CIMultiDict(endpoint.headers), read_key(endpoint)
         if key:
-            headers["Authorization"] = f"Bearer {key}"
+            bearer = endpoint.api_key_header.lower() == "authorization"
+            headers[endpoint.api_key_header] = f"Bearer {key}" if bearer else key
         # `connect` covers the name look-up as well, `sock_connect` one address of those that it gave. The time for the
         # whole answer is kept here, by one timer for all requests (`expiry`).
         connect_s = min(endpoint.connect_timeout_s, endpoint.timeout_s)
@@ -288,7 +299,7 @@ def _understood(
     """What a whole answer means. A 200 that isn't JSON, or that holds nothing but an error, is no answer."""
     wall_s = time.time()
     told = told_limits(headers, wall_s)
-    if status == 200:
+    if 200 <= status < 300:
         try:
             value = msgspec.json.decode(body)
         except msgspec.DecodeError as error:
@@ -296,9 +307,7 @@ def _understood(
         if isinstance(value, dict):
             if value.get("error"):
                 return _error_in_body(value["error"], told, way.key), None
-            usage = value.get("usage")
-            tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
-            tokens = float(tokens) if isinstance(tokens, int | float) else None
+            tokens = _tokens(value)
         else:
             tokens = None
         return Outcome(DONE, "", status, tokens, None, told), Reply(
@@ -307,6 +316,24 @@ def _understood(
     shown = _shown(body[: 4 * BODY_SHOWN].decode("utf-8", "replace"), way.key)
     kind = Kind.FINAL if 300 <= status < 400 else kind_of_status(status, shown)
     return Outcome(kind, f"HTTP {status}", status, None, retry_after_s(headers, wall_s), told, shown), None
+
+
+def _tokens(value: dict[str, Any]) -> float | None:
+    """What an answer, or a piece of one, says that it cost."""
+    usage = value.get("usage")
+    tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
+    return float(tokens) if isinstance(tokens, int | float) else None
+
+
+def _streamed_tokens(tail: bytes) -> float | None:
+    """The last piece of a stream that says what it cost, as services do where `stream_options` ask for it."""
+    for line in reversed(tail.splitlines()):
+        if line.startswith(b"data:") and b"total_tokens" in line:
+            with contextlib.suppress(msgspec.DecodeError):  # the tail begins anywhere
+                value = msgspec.json.decode(line[5:])
+                if isinstance(value, dict) and (tokens := _tokens(value)) is not None:
+                    return tokens
+    return None
 
 
 def _error_in_body(error: Any, told: Any, key: str) -> Outcome:
