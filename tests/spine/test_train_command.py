@@ -344,3 +344,21 @@ def test_a_run_killed_in_mid_step_and_resumed_finds_what_the_step_had_generated(
     assert taken_up["tokens"] > 0
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["samples_recovered"] == taken_up["finished"]
+
+
+def test_a_model_that_the_built_in_engine_does_not_run_is_refused_before_engines_wait_for_it(work: Path) -> None:
+    folder = work / "gemma"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3_text", "max_position_embeddings": 512}))
+    (folder / "model.safetensors").write_bytes(b"")
+    done = subprocess.run(
+        command("tiny.toml", "--model.warm_start.recipe=", f"--model.path={folder}"),
+        cwd=work,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert 'not one the built-in engine runs: llama, qwen2, qwen3; rollout.engines.kind = "vllm"' in done.stderr

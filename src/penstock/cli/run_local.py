@@ -28,7 +28,9 @@ from penstock.cli.run_folder import find_run, locked, make_folder
 from penstock.cli.run_watch import RunWatch
 from penstock.config.run import RunConfig
 from penstock.data import PromptOrder, PromptSet, load_train_and_eval, question_text, read_source
-from penstock.errors import CheckpointError, ConfigError, MissingExtra, PenstockError, RolloutError
+from penstock.environments import EnvironmentHost, load_environment
+from penstock.errors import CheckpointError, ConfigError, EngineError, MissingExtra, PenstockError, RolloutError
+from penstock.instance.builtin.spec import parse_model_spec
 from penstock.observe import events
 from penstock.observe.log import EventLog, read_events
 from penstock.observe.metrics import MetricsLog, read_metrics
@@ -204,6 +206,7 @@ class _Run:
             stop_ids=stop_ids(base, tokenizer),
             edge=edge,
             eval_scorer=eval_scorer,
+            environment=self._environment(tokenizer, parts),
             emit=self._emit,
             record=metrics.write,
             record_samples=samples.write,
@@ -239,7 +242,7 @@ class _Run:
                 self._say(f"warm start: supervised step {step} of {steps}, loss {loss:.3f}")
 
         base = ensure_model(self.config.model, held_out, progress)
-        self._check_positions(base)
+        self._check_model(base)
         tokenizer = load_tokenizer(base)
         train_prompts, eval_prompts = load_train_and_eval(self.config.data, tokenizer)
         for prompts, name in ((train_prompts, "training"), (eval_prompts, "evaluation")):
@@ -247,12 +250,20 @@ class _Run:
             self._say(f"{len(prompts)} {name} prompts" + (f"; left out: {left_out}" if left_out else ""))
         return base, train_prompts, eval_prompts, tokenizer
 
-    def _check_positions(self, base: Path) -> None:
-        """Refuses a run whose samples may outgrow the model; its engines would wait for room that never comes."""
+    def _check_model(self, base: Path) -> None:
+        """Refuses a model that the run's engines can't run, or that its samples may outgrow."""
         try:
-            positions = json.loads((base / "config.json").read_text()).get("max_position_embeddings")
+            text = (base / "config.json").read_text()
+            positions = json.loads(text).get("max_position_embeddings")
         except (OSError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{base / 'config.json'} is missing or broken: {error}") from error
+        engines = self.config.rollout.engines
+        if engines.kind == "builtin" and engines.count:
+            try:
+                parse_model_spec(text)
+            except EngineError as error:
+                advice = 'rollout.engines.kind = "vllm" or "sglang" may run it'
+                raise ConfigError(f"{base / 'config.json'}: {error}; {advice}") from error
         rollout, prompt_tokens = self.config.rollout, self.config.data.max_prompt_tokens
         samplings = [rollout.sampling, *([rollout.eval_sampling] if rollout.eval_sampling else [])]
         longest = prompt_tokens + max(sampling.max_new_tokens for sampling in samplings)
@@ -296,6 +307,20 @@ class _Run:
         scorer = edge.run(start(), f"loading the reward function {function}", reward.load_timeout_s)
         parts.callback(self._closed_in_time, edge, scorer.close, "the scorer")
         return scorer
+
+    def _environment(self, tokenizer: Any, parts: contextlib.ExitStack) -> EnvironmentHost | None:
+        environment = self.config.environment
+        if not environment.path:
+            return None
+        host = EnvironmentHost(
+            load_environment(environment.path, environment.options, tokenizer),
+            vocab_size=len(tokenizer),
+            timeout_s=environment.timeout_s,
+            max_observation_tokens=environment.max_observation_tokens,
+            concurrency=environment.concurrency,
+        )
+        parts.callback(host.close)
+        return host
 
     def _closed_in_time(self, edge: EdgeLoop, close: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:
         """A part on the edge loop that doesn't close in time must not keep the others from it."""

@@ -36,8 +36,6 @@ from penstock.weights.gather import gathered
 
 __all__ = ["Actor", "NamedTensor", "load_causal_lm", "pick_device"]
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
-
 NamedTensor = tuple[str, str, tuple[int, ...], memoryview]
 """Hugging Face name, dtype as in safetensors, shape, raw little-endian bytes."""
 
@@ -45,10 +43,10 @@ NamedTensor = tuple[str, str, tuple[int, ...], memoryview]
 class Actor:
     """A causal LM with its optimizer, its reference and, where needed, the step's first weights.
 
-    `folder` is a Hugging Face model folder (llama, qwen2 or qwen3). `total_optimizer_steps` and the configuration
+    `folder` is a Hugging Face model folder of any causal LM. `total_optimizer_steps` and the configuration
     give the learning rate, `horizon_tokens` the constant length of `seq-mean-token-sum-norm`. The reference is a
     frozen copy of the folder's model, made only where `config.kl_coef` is above 0, and not changed by
-    `checkpoint.load`. Raises CheckpointError for a missing, broken or unsupported model.
+    `checkpoint.load`. Raises CheckpointError for a missing or broken model.
     """
 
     def __init__(
@@ -340,12 +338,9 @@ def load_causal_lm(folder: Path) -> Any:
     disable_progress_bar()
     config_path = folder / "config.json"
     try:
-        model_type = json.loads(config_path.read_text())["model_type"]
+        json.loads(config_path.read_text())["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{config_path} is missing or is not a Hugging Face model configuration") from error
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise CheckpointError(f"{config_path}: model_type {model_type!r} is not supported; supported are: {supported}")
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, attn_implementation="sdpa", output_loading_info=True
