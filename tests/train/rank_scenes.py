@@ -1,6 +1,8 @@
 """One rank of a set that torchrun starts, or of one alone: learns from the same groups, and writes what came of it.
 
-Usage: rank_scenes.py MODEL OUT
+Usage: rank_scenes.py MODEL OUT [FROM]
+
+With FROM, a checkpoint, it only writes what it has read of that.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ import torch
 
 from penstock.config.run import RunConfig
 from penstock.sample import Finish, Group, Prompt, Sample, SampleId, Score
-from penstock.train.checkpoint import Checkpoints, Position
+from penstock.train.checkpoint import Checkpoints, Position, files_of
 from penstock.train.learner import Learner
 from penstock.train.ranks import Ranks
+from penstock.train.shards import read_whole
 from penstock.train.start import follow, make_learner
 from penstock.train.tally import Tally
 
@@ -66,7 +69,19 @@ def groups() -> list[Group]:
     return made
 
 
-def learn(learner: Learner) -> dict[str, torch.Tensor]:
+def whole_state(checkpoint: Path, random_too: bool = False) -> dict[str, torch.Tensor]:
+    """What a checkpoint keeps, put together, by name."""
+    kinds = ["model", "trainer", *(["critic"] if any(checkpoint.glob("critic*")) else [])]
+    found = [item for kind in kinds for item in read_whole(files_of(checkpoint, kind)).items()]
+    return {name: tensor for name, tensor in found if random_too or not name.startswith("random")}
+
+
+def save(learner: Learner, folder: Path) -> Path:
+    saved: Path = learner.begin_save(Checkpoints(folder, 1), Position(2, 2, 0)).result(60).path
+    return saved
+
+
+def learn(learner: Learner, out: Path) -> dict[str, torch.Tensor]:
     """Two steps, each streamed in three parts; what the run stands at behind them, by name."""
     found: dict[str, torch.Tensor] = {}
     for step in range(2):
@@ -79,21 +94,20 @@ def learn(learner: Learner) -> dict[str, torch.Tensor]:
     for name, mean in learner.metrics().items():
         found[f"metrics/{name}"] = torch.tensor(mean)
     weights = {name: bytes(data) for name, _, _, data in learner.weights()}
-    state = learner.state()
-    assert weights == {name: tensor.numpy().tobytes() for name, tensor in state.weights}
-    for name, tensor in [*state.weights, *state.trainer, *state.critic]:
-        if not name.startswith("random"):
-            found[name] = tensor.clone()
-    return found
+    checkpoint = save(learner, out / f"learned-{learner.ranks.size}")
+    kept = read_whole(files_of(checkpoint, "model"))
+    assert weights == {name: tensor.numpy().tobytes() for name, tensor in kept.items()}
+    return found | whole_state(checkpoint)
 
 
-def gradient(learner: Learner) -> dict[str, torch.Tensor]:
+def gradient(learner: Learner, out: Path) -> dict[str, torch.Tensor]:
     """Of the first step: Adam's first moment after it is (1 - beta1) times that."""
     learner.begin_step(0)
     learner.learn(groups()[:2], Tally(0), {}, None)
     learner.learn(groups()[2:], Tally(0), {}, 0)
     prefix = "optimizer/exp_avg/"
-    moments = {name.removeprefix(prefix): moment for name, moment in learner.state().trainer if prefix in name}
+    kept = whole_state(save(learner, out / f"gradient-{learner.ranks.size}"))
+    moments = {name.removeprefix(prefix): moment for name, moment in kept.items() if prefix in name}
     return {name: moment / (1 - learner.config.train.betas[0]) for name, moment in moments.items()}
 
 
@@ -108,13 +122,12 @@ def main(model: Path, out: Path) -> None:
                 continue
             learner, _ = make_learner(config, model, None, ranks)
             if name == "grpo":
-                torch.save(gradient(learner), out / f"gradient-{ranks.size}.pt")
+                torch.save(gradient(learner, out), out / f"gradient-{ranks.size}.pt")
                 learner.end()
                 learner, _ = make_learner(config, model, None, ranks)
-            torch.save(learn(learner), out / f"{name}-{ranks.size}.pt")
+            torch.save(learn(learner, out), out / f"{name}-{ranks.size}.pt")
             if name == "critic":
-                folder = Checkpoints(out / f"checkpoints-{ranks.size}", 1)
-                folder.save(learner.actor, Position(2, 2, 0), learner.state())
+                save(learner, out / f"checkpoints-{ranks.size}")
             learner.end()
         # And on from what one rank has written.
         config = config_of(model, **SCENES["critic"])
@@ -124,9 +137,26 @@ def main(model: Path, out: Path) -> None:
         saved = out / "checkpoints-1" / "step-000002"
         learner, step = make_learner(config, model, saved, ranks)
         assert step == 2
-        torch.save(learn(learner), out / f"resumed-{ranks.size}.pt")
+        save(learner, out / f"again-1-to-{ranks.size}")
+        torch.save(learn(learner, out), out / f"resumed-{ranks.size}.pt")
+        learner.end()
+
+
+def restore(model: Path, out: Path, checkpoint: Path) -> None:
+    """Reads a checkpoint and writes it again."""
+    torch.set_num_threads(1)
+    config = config_of(model, **SCENES["critic"])
+    with contextlib.closing(Ranks.from_environment()) as ranks:
+        if not ranks.leads:
+            follow(config, ranks)
+            return
+        learner, _ = make_learner(config, model, checkpoint, ranks)
+        save(learner, out)
         learner.end()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    if len(sys.argv) > 3:
+        restore(*map(Path, sys.argv[1:4]))
+    else:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -259,8 +259,8 @@ def test_a_checkpoint_of_another_format_is_refused(model_folder: Path, tmp_path:
     actor = make_actor(model_folder)
     path = Checkpoints(tmp_path, 1).save(actor, Position(1, 1, 0)).path
     described = json.loads((path / "trainer.json").read_text())
-    (path / "trainer.json").write_text(json.dumps({**described, "format": 2}))
-    with pytest.raises(CheckpointError, match="is of format 2; this version reads 1"):
+    (path / "trainer.json").write_text(json.dumps({**described, "format": 3}))
+    with pytest.raises(CheckpointError, match="is of format 3; this version reads 1 and 2"):
         load_checkpoint(path, actor)
 
 

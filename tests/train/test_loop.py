@@ -17,8 +17,7 @@ from penstock.errors import DeadlineExceeded, RewardError, RolloutError, Storage
 from penstock.observe import events
 from penstock.rollout.client import FinishedSample
 from penstock.sample import Finish, Sample, Score, Unscored, VersionSpan
-from penstock.train.actor import Actor
-from penstock.train.checkpoint import Checkpoints, Position, Saved, StateTensors
+from penstock.train.checkpoint import Checkpoints, Saved
 from penstock.train.tally import MAX_PARTS
 
 
@@ -414,10 +413,8 @@ def test_the_watch_is_called_while_waiting_and_can_end_the_run(make_run: MakeRun
 
 def test_old_checkpoints_that_stay_are_a_warning(make_run: MakeRun, tmp_path: Path) -> None:
     class Stuck(Checkpoints):
-        def save(self, actor: Actor, position: Position, state: StateTensors | None = None) -> Saved:
-            return dataclasses.replace(
-                super().save(actor, position, state), left="can't be removed: step-000000 (busy)"
-            )
+        def finish(self, *parts: Any) -> Saved:
+            return dataclasses.replace(super().finish(*parts), left="can't be removed: step-000000 (busy)")
 
     run = make_run(checkpoints=Stuck(tmp_path / "stuck", 1), steps=1, evaluate=False)
     run.trainer.run()
@@ -485,7 +482,7 @@ def test_an_error_cancels_what_is_open_and_a_run_that_ends_well_nothing(make_run
 
 
 class FullDisk:
-    def save(self, actor: Any, position: Any, state: Any = None) -> Any:
+    def prepare(self) -> Any:
         raise StorageError("the checkpoint can't be written: No space left on device")
 
 

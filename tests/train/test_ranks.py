@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +59,53 @@ def test_two_ranks_learn_what_one_learns(learned: Path, scene: str) -> None:
         # Adam's first step is the gradient's sign alone, and signs of what is nearly nothing may differ.
         gap = (tensor.double() - two[name].double()).norm() / tensor.double().norm().clamp_min(1e-9)
         assert float(gap) < (1e-4 if "exp_avg" not in name else 1e-3), name
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks_reads_what_any_number_wrote_to_the_last_bit(learned: Path, model_folder: Path) -> None:
+    """Weights, optimizers and critic; from one to two (as the scenes went on), from two to one and to three."""
+    written = learned / "checkpoints-2" / "step-000002"
+    rank_scenes.restore(model_folder, learned / "again-2-to-1", written)
+    torchrun(3, str(SCRIPT), str(model_folder), str(learned / "again-2-to-3"), str(written))
+    for before, after in ((1, 2), (2, 1), (2, 3)):
+        source = learned / f"checkpoints-{before}" / "step-000002"
+        again = learned / f"again-{before}-to-{after}" / "step-000002"
+        assert len(list(again.glob("critic*.safetensors"))) == after
+        one, other = rank_scenes.whole_state(source), rank_scenes.whole_state(again)
+        assert one.keys() == other.keys()
+        assert any("exp_avg_sq" in name for name in one)
+        assert any(name.startswith("weight/head") for name in one)
+        for name, tensor in one.items():
+            assert torch.equal(tensor, other[name]), (before, after, name)
+
+
+@pytest.mark.slow
+def test_each_rank_has_a_random_state_of_its_own_and_finds_it_again(learned: Path, model_folder: Path) -> None:
+    def states(folder: Path) -> dict[str, torch.Tensor]:
+        kept = rank_scenes.whole_state(folder / "step-000002", random_too=True)
+        return {name: tensor for name, tensor in kept.items() if name.startswith("random/")}
+
+    torchrun(2, str(SCRIPT), str(model_folder), str(learned / "same"), str(learned / "checkpoints-2" / "step-000002"))
+    before, same = states(learned / "checkpoints-2"), states(learned / "same")
+    assert sorted(before) == ["random/cpu", "random/cpu/1"]
+    assert all(torch.equal(before[name], same[name]) for name in before)
+    # A rank that there was not before has neither the leader's state nor another's.
+    grown = states(learned / "again-1-to-2")
+    assert torch.equal(grown["random/cpu"], states(learned / "checkpoints-1")["random/cpu"])
+    assert not torch.equal(grown["random/cpu"], grown["random/cpu/1"])
+
+
+@pytest.mark.slow
+def test_torchs_own_tools_read_what_two_ranks_wrote(learned: Path) -> None:
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    checkpoint = learned / "checkpoints-2" / "step-000002"
+    found = HuggingFaceStorageReader(str(checkpoint)).read_metadata()
+    whole = rank_scenes.whole_state(checkpoint)
+    assert {name: tuple(found.state_dict_metadata[name].size) for name in whole} == {
+        name: tuple(tensor.shape) for name, tensor in whole.items()
+    }
+    assert any(len(known.chunks) == 2 for known in found.state_dict_metadata.values())
 
 
 def test_the_gradient_of_a_streamed_packed_step_is_that_of_one_padded_batch(learned: Path, model_folder: Path) -> None:
@@ -149,7 +197,8 @@ def test_a_run_that_broke_off_in_the_middle_of_what_ranks_do_together_is_known()
 
     learner = Learner.__new__(Learner)
     learner.ranks, learner._under_way = Two(0, 2), False
+    learner.actor = SimpleNamespace(kl_coef=0.0)  # type: ignore[assignment]
     assert learner.in_step
     with pytest.raises(RuntimeError, match="gone"):
-        learner.state()
+        learner.begin_step(0)
     assert not learner.in_step

@@ -17,7 +17,7 @@ from penstock.observe import events
 from penstock.sample import Sample, Score, Unscored
 from penstock.train.actor import Actor
 from penstock.train.batching import collate
-from penstock.train.checkpoint import Checkpoints, Position, find_checkpoint, load_checkpoint, state_tensors
+from penstock.train.checkpoint import Checkpoints, Position, find_checkpoint, load_checkpoint
 from penstock.train.critic import Critic, value_loss
 from penstock.train.losses import steered_kl_coef, truncated_importance
 
@@ -108,7 +108,7 @@ def test_a_critic_goes_on_from_its_checkpoint(model_folder: Path, tmp_path: Path
     critic.begin_step()
     critic.accumulate(batch_with(1.0))
     critic.optimizer_step(0)
-    Checkpoints(tmp_path / "with", 1).save(first, Position(1, 1, 0), state_tensors(first, critic))
+    Checkpoints(tmp_path / "with", 1).save(first, Position(1, 1, 0), critic)
     second, restored = actor(), make_critic(model_folder)
     load_checkpoint(find_checkpoint(tmp_path / "with"), second, restored)
     assert (second.kl_coef, second.steps_skipped) == (0.25, 3)

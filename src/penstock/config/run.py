@@ -423,6 +423,9 @@ class TrainConfig(_Section):
     checkpoint_every: int = Field(default=50, ge=0)
     """Steps between checkpoints; 0 writes only the last, and a run that breaks off can then not go on."""
     keep_checkpoints: int = Field(default=2, ge=1)
+    checkpoint_timeout_s: float = Field(default=1800, gt=0)
+    """A checkpoint is written while the run goes on. The next one, and the run's end, wait for it so long since it
+    began; then it counts as failed."""
 
     @model_validator(mode="after")
     def _bounds_make_sense(self) -> TrainConfig:

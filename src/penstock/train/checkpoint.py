@@ -1,47 +1,55 @@
 """Checkpoints: decides what a run needs to go on bit for bit, and that a folder is there whole or not at all.
 
-A checkpoint is a Hugging Face model folder (`transformers` loads it) with `trainer.safetensors` (optimizer state and
-random state), `trainer.json` (where the run stood) and, of a run with a critic, `critic.safetensors`. It is written
-beside its final place, flushed to the disk and renamed; a full disk leaves the older ones as they were. One that is
-written again is set aside under a name that is still found, and removed once its successor is in place. Refuses to
-know about the loop. No pickle.
+Of each rank a checkpoint has its shards of the weights, of the optimizer with random state, and, of a run with a
+critic, of that (`shards`); and `trainer.json`, which says where the run stood. One rank's is a Hugging Face model
+folder as it is; several ranks' become one by `export`. It is written behind the run's back (`writing`), beside its
+final place, flushed to the disk and renamed; a full disk leaves the older ones as they were. One that is written again
+is set aside under a name that is still found, and removed once its successor is in place. Any number of ranks goes on
+from it. Refuses to know about the loop. No pickle.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
 import re
 import shutil
-import struct
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError, StorageError
-from penstock.train.actor import Actor, safetensors_dtype, tensor_bytes
+from penstock.train.actor import Actor
 from penstock.train.critic import Critic
-from penstock.train.sharding import assign, full
+from penstock.train.ranks import Ranks
+from penstock.train.shards import Described, describe, fill, read_whole, shard_file, write_safetensors
+from penstock.train.writing import Part, Staged, Writing, description, stage
 
 __all__ = [
     "Checkpoints",
     "Position",
-    "StateTensors",
+    "Saved",
+    "copy_tokenizer",
+    "files_of",
     "find_checkpoint",
     "load_checkpoint",
-    "state_tensors",
+    "read_position",
     "write_safetensors",
 ]
 
-FORMAT = 1
-CRITIC_FILE = "critic.safetensors"
+FORMAT = 2
+READS = (1, 2)
+"""Format 1 had one rank's files alone, and one random state."""
+SAVE_S = 1800.0
+"""For one checkpoint that somebody waits for, where nothing else is said."""
 _ASIDE = ".replaced-"
 _NAME = re.compile(rf"({re.escape(_ASIDE)})?step-(\d{{6,}})")
 _TEMPORARY = ".writing-"
@@ -74,15 +82,6 @@ class Saved:
     """What could not be removed, and why; the checkpoint itself is in place."""
 
 
-class StateTensors(NamedTuple):
-    """A run's tensors by name, whole, by the file that they are written to."""
-
-    weights: list[tuple[str, Tensor]]
-    trainer: list[tuple[str, Tensor]]
-    critic: list[tuple[str, Tensor]]
-    """Empty where there is no critic."""
-
-
 class Checkpoints:
     """The checkpoints of one run, in `folder`: `step-000020` and so on; the last `keep` are kept."""
 
@@ -90,19 +89,38 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
 
-    def save(self, actor: Actor, position: Position, state: StateTensors | None = None) -> Saved:
-        """Writes one checkpoint and removes those that are not kept. `state`: by default the actor's alone.
-
-        Raises StorageError where the disk refuses to write; older checkpoints are then as they were.
-        """
-        final = self.folder / f"step-{position.step:06d}"
+    def prepare(self) -> Path:
+        """A folder for every rank's part of the next checkpoint. Raises StorageError where there can't be one."""
         unfinished = self.folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Before, since a disk that is full of them would refuse; once more behind, to tell of what stays.
             _remove(self._leftovers())
             unfinished.mkdir()
-            _write(unfinished, actor, position, state or state_tensors(actor, None))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise StorageError(f"no checkpoint can be written in {self.folder}: {reason}") from error
+        return unfinished
+
+    def begin(self, unfinished: Path, staged: Staged, position: Position, ranks: Ranks) -> Writing:
+        """Has the leader's part written to `unfinished`, and all of it put in place once every rank's is there.
+
+        Its result is a Saved. It raises StorageError where a disk refuses; older checkpoints are then as they were.
+        """
+        return Writing(staged, unfinished, ranks, functools.partial(self.finish, unfinished, staged, position))
+
+    def save(self, actor: Actor, position: Position, critic: Critic | None = None) -> Saved:
+        """Writes one checkpoint of a rank alone, and waits for it. Raises StorageError."""
+        writing = self.begin(self.prepare(), stage(actor, critic), position, actor.ranks)
+        saved: Saved = writing.result(SAVE_S)
+        return saved
+
+    def finish(self, unfinished: Path, staged: Staged, position: Position, parts: list[Part]) -> Saved:
+        """Makes a checkpoint of what the ranks have written, and removes those that are not kept."""
+        final = self.folder / f"step-{position.step:06d}"
+        try:
+            _raise_failed(parts)
+            _write_rest(unfinished, staged, position, parts)
             nbytes = sum(file.stat().st_size for file in unfinished.iterdir())
             _put_in_place(unfinished, final)
         except OSError as error:
@@ -135,30 +153,42 @@ def find_checkpoint(folder: Path) -> Path:
 def load_checkpoint(path: Path, actor: Actor, critic: Critic | None = None) -> Position:
     """Puts a checkpoint's weights, optimizers and random state in place and says where the run stood.
 
-    Raises CheckpointError naming the file that is missing, broken or does not fit, and the checkpoint before it.
+    Each rank reads its own part of what any number of ranks wrote. Raises CheckpointError naming the file that is
+    missing, broken or does not fit, and the checkpoint before it.
     """
     try:
         position = read_position(path)
-        weights = _read_safetensors(path / "model.safetensors")
-        state = _read_safetensors(path / "trainer.safetensors")
         described = json.loads((path / "trainer.json").read_text())
+        model, trainer = files_of(path, "model"), files_of(path, "trainer")
         if actor.config.lora.rank:
-            _fill_adapters(path / "trainer.safetensors", actor, state)
+            # The base weights are those of the run's model; a checkpoint's are merged, and not gone on from.
+            describe(model)
+            learned = {name: param.detach() for name, param in actor.model.named_parameters() if param.requires_grad}
+            _fill_weights(trainer, learned, "adapter/")
         else:
-            _fill_weights(path / "model.safetensors", dict(actor.named_weights()), weights)
-        _fill_optimizer(path / "trainer.safetensors", actor, state)
+            _fill_weights(model, dict(actor.named_weights()))
+        _fill_optimizer(trainer, actor)
         if critic is not None:
-            _fill_critic(path / CRITIC_FILE, critic)
+            _fill_critic(path, critic)
         actor.steps_skipped = int(described.get("steps_skipped", 0))
         if actor.config.kl_target:
             actor.kl_coef = float(described.get("kl_coef", actor.kl_coef))
-        _set_random_state(state, described["python_random"])
+        _set_random_state(trainer, described, actor.ranks)
     except CheckpointError as error:
         found = _by_age(path.parent)
         older = found[: found.index(path)] if path in found else []
         advice = f"; the checkpoint before it is {older[-1]}" if older else ""
         raise CheckpointError(f"{error}{advice}") from error
     return position
+
+
+def files_of(path: Path, kind: str) -> list[Path]:
+    """The files with all ranks' parts of `model`, `trainer` or `critic`. Raises CheckpointError."""
+    try:
+        ranks = int(json.loads((path / "trainer.json").read_text()).get("ranks", 1))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path / 'trainer.json'} is missing or broken: {error}") from error
+    return [path / shard_file(kind, rank, ranks) for rank in range(ranks)]
 
 
 # ---- writing
@@ -195,79 +225,28 @@ def _remove(folders: Iterable[Path]) -> str:
     return f"can't be removed: {', '.join(left)}" if left else ""
 
 
-def _write(folder: Path, actor: Actor, position: Position, state: StateTensors) -> None:
-    for pattern in _TOKENIZER_FILES:
-        for file in sorted(actor.folder.glob(pattern)):
-            if file.is_file():
-                _write_bytes(folder / file.name, file.read_bytes())
-    config = json.loads(actor.config_json())
+def _raise_failed(parts: Sequence[Part]) -> None:
+    failed = [(rank, part.error) for rank, part in enumerate(parts) if part.error]
+    if failed:
+        raise OSError("; ".join(f"rank {rank}: {error}" if len(parts) > 1 else error for rank, error in failed))
+
+
+def _write_rest(folder: Path, staged: Staged, position: Position, parts: list[Part]) -> None:
+    copy_tokenizer(staged.folder, folder)
+    config = json.loads(staged.config_json)
     # The master weights are kept, so that a resumed run is the same run.
     config["dtype"] = "float32"
     _write_bytes(folder / "config.json", json.dumps(config, indent=2).encode())
-    write_safetensors(folder / "model.safetensors", state.weights, {"format": "pt"})
-    write_safetensors(folder / "trainer.safetensors", state.trainer, {})
-    if state.critic:
-        write_safetensors(folder / CRITIC_FILE, state.critic, {})
-    described = {
-        "format": FORMAT,
-        **asdict(position),
-        "steps_skipped": actor.steps_skipped,
-        "kl_coef": actor.kl_coef,
-        "python_random": random.getstate(),
-    }
-    _write_bytes(folder / "trainer.json", json.dumps(described).encode())
+    _write_bytes(folder / "trainer.json", description(staged, parts, asdict(position), FORMAT))
     _flush_folder(folder)
 
 
-def write_safetensors(path: Path, tensors: Iterable[tuple[str, Tensor]], metadata: dict[str, str]) -> None:
-    """Writes the safetensors format tensor by tensor, flushed to the disk.
-
-    Through plain file writes, because a full disk then comes back as an OSError with its number.
-    """
-    named = list(tensors)
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    end = 0
-    for name, tensor in named:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": safetensors_dtype(tensor), "shape": list(tensor.shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
-        for _, tensor in named:
-            file.write(tensor_bytes(tensor))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def state_tensors(actor: Actor, critic: Critic | None) -> StateTensors:
-    """What a checkpoint keeps. Of several ranks each has to ask at the same time; the leader writes."""
-    weights = list(actor.whole_weights())
-    trainer = [*_adapter_tensors(actor), *_optimizer_tensors(actor), *_random_tensors(actor.device)]
-    if critic is None:
-        return StateTensors(weights, trainer, [])
-    values = [(f"weight/{name}", full(tensor)) for name, tensor in critic.named_weights()]
-    return StateTensors(weights, trainer, [*values, *_optimizer_tensors(critic)])
-
-
-def _adapter_tensors(actor: Actor) -> Iterator[tuple[str, Tensor]]:
-    """What is learned where that is not the weights themselves, which are then sent and kept merged."""
-    if actor.config.lora.rank:
-        for name, parameter in actor.model.named_parameters():
-            if parameter.requires_grad:
-                yield f"adapter/{name}", full(parameter.detach())
-
-
-def _optimizer_tensors(learner: Actor | Critic) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in learner.model.named_parameters():
-        for key, value in sorted(learner.optimizer.state.get(parameter, {}).items()):
-            yield f"optimizer/{key}/{name}", full(value)
-
-
-def _random_tensors(device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    yield "random/cpu", torch.get_rng_state()
-    if device.type == "cuda":
-        yield "random/cuda", torch.cuda.get_rng_state(device)
+def copy_tokenizer(model: Path, folder: Path) -> None:
+    """Copies what belongs to a model folder besides weights and configuration. Raises OSError."""
+    for pattern in _TOKENIZER_FILES:
+        for file in sorted(model.glob(pattern)):
+            if file.is_file():
+                _write_bytes(folder / file.name, file.read_bytes())
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
@@ -305,67 +284,52 @@ def read_position(checkpoint: Path) -> Position:
     path = checkpoint / "trainer.json"
     try:
         described = json.loads(path.read_text())
-        if described["format"] != FORMAT:
-            raise CheckpointError(f"{path} is of format {described['format']}; this version reads {FORMAT}")
+        if described["format"] not in READS:
+            raise CheckpointError(f"{path} is of format {described['format']}; this version reads 1 and 2")
         return Position(int(described["step"]), int(described["weight_version"]), int(described["run_seed"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is missing or broken: {type(error).__name__}: {error}") from error
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return dict(load_file(path))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is missing or broken: {error}") from error
-
-
 def _fill_critic(path: Path, critic: Critic) -> None:
-    if not path.exists():
-        raise CheckpointError(f"{path} is missing: the checkpoint is of a run without a critic")
-    state = _read_safetensors(path)
-    weights = {name.removeprefix("weight/"): state.pop(name) for name in list(state) if name.startswith("weight/")}
-    _fill_weights(path, dict(critic.named_weights()), weights)
-    _fill_optimizer(path, critic, state)
+    files = files_of(path, "critic")
+    if not files[0].exists():
+        raise CheckpointError(f"{files[0]} is missing: the checkpoint is of a run without a critic")
+    _fill_weights(files, dict(critic.named_weights()), "weight/")
+    _fill_optimizer(files, critic)
 
 
-def _fill_adapters(path: Path, actor: Actor, state: dict[str, Tensor]) -> None:
-    """The base weights are those of the run's model; a checkpoint's are merged, and not gone on from."""
-    prefix = "adapter/"
-    learned = {name: param.detach() for name, param in actor.model.named_parameters() if param.requires_grad}
-    _fill_weights(path, learned, {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
-
-
-def _fill_weights(path: Path, wanted: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
-    _same_names(path, set(wanted), set(weights))
+def _fill_weights(files: Sequence[Path], wanted: Mapping[str, Tensor], prefix: str = "") -> None:
+    """Fills all of `wanted` from what has its name behind `prefix`; there has to be neither less nor more."""
+    known = {name.removeprefix(prefix): of for name, of in describe(files).items() if name.startswith(prefix)}
+    place = files[0] if len(files) == 1 else files[0].parent
+    _same_names(place, set(wanted), set(known))
     for name, tensor in wanted.items():
-        if tensor.shape != weights[name].shape or tensor.dtype != weights[name].dtype:
+        if known[name] != Described(tensor.dtype, tuple(tensor.shape)):
             raise CheckpointError(
-                f"{path}: {name} is {weights[name].dtype} {tuple(weights[name].shape)}; the model needs "
+                f"{place}: {name} is {known[name].dtype} {known[name].shape}; the model needs "
                 f"{tensor.dtype} {tuple(tensor.shape)}"
             )
-    for name, tensor in wanted.items():
-        assign(tensor, weights[name])
+    fill(files, {f"{prefix}{name}": tensor for name, tensor in wanted.items()})
 
 
-def _fill_optimizer(path: Path, actor: Actor | Critic, state: dict[str, Tensor]) -> None:
-    parameters = dict(actor.model.named_parameters())
-    for full_name, value in state.items():
+def _fill_optimizer(files: Sequence[Path], learner: Actor | Critic) -> None:
+    parameters = dict(learner.model.named_parameters())
+    targets: dict[str, Tensor] = {}
+    for full_name, known in describe(files).items():
         kind, _, rest = full_name.partition("/")
         if kind != "optimizer":
             continue
         key, _, name = rest.partition("/")
         parameter = parameters.get(name)
-        if parameter is None or (value.dim() and value.shape != parameter.shape):
-            raise CheckpointError(f"{path}: optimizer state '{full_name}' does not fit the model")
+        if parameter is None or (known.shape and known.shape != tuple(parameter.shape)):
+            raise CheckpointError(f"{files[0]}: optimizer state '{full_name}' does not fit the model")
         # `step` counts live where the fused optimizer wants them: beside the parameter.
-        if value.dim():
-            kept = torch.zeros_like(parameter, requires_grad=False)
-            assign(kept, value)
-            value = kept
-        actor.optimizer.state[parameter][key] = value.to(parameter.device)
+        kept = torch.zeros_like(parameter, dtype=known.dtype, requires_grad=False)
+        if not known.shape:
+            kept = torch.zeros((), dtype=known.dtype, device=parameter.device)
+        targets[full_name] = learner.optimizer.state[parameter][key] = kept
+    fill(files, targets)
 
 
 def _same_names(path: Path, wanted: set[str], found: set[str]) -> None:
@@ -375,9 +339,20 @@ def _same_names(path: Path, wanted: set[str], found: set[str]) -> None:
         raise CheckpointError(f"{path} does not fit the model: it {' and '.join(parts)}")
 
 
-def _set_random_state(state: dict[str, Tensor], python_state: Any) -> None:
-    version, internal, gauss_next = python_state
+def _set_random_state(files: Sequence[Path], described: dict[str, Any], ranks: Ranks) -> None:
+    """This rank's own; one that there was not before gets a state that follows from the leader's and its number."""
+    states = described["python_random"] if described["format"] > 1 else [described["python_random"]]
+    rank = ranks.rank if ranks.rank < len(states) else 0
+    suffix = f"/{rank}" if rank else ""
+    version, internal, gauss_next = states[rank]
     random.setstate((version, tuple(internal), gauss_next))
-    torch.set_rng_state(state["random/cpu"])
-    with contextlib.suppress(KeyError):
-        torch.cuda.set_rng_state(state["random/cuda"])
+    kept = read_whole(
+        files, [name for name in describe(files) if name in (f"random/cpu{suffix}", f"random/cuda{suffix}")]
+    )
+    torch.set_rng_state(kept[f"random/cpu{suffix}"])
+    with contextlib.suppress(KeyError, RuntimeError):
+        # A run may go on without its GPU.
+        torch.cuda.set_rng_state(kept[f"random/cuda{suffix}"])
+    if rank != ranks.rank:
+        torch.manual_seed(int(torch.randint(2**48, ())) + ranks.rank)
+        random.seed(random.getrandbits(48) + ranks.rank)

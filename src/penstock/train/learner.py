@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from penstock.config.run import RunConfig
@@ -17,11 +18,12 @@ from penstock.sample import Group
 from penstock.train.actor import Actor, NamedTensor
 from penstock.train.appraisal import Appraiser
 from penstock.train.batching import PassBatch
-from penstock.train.checkpoint import StateTensors, state_tensors
+from penstock.train.checkpoint import SAVE_S, Checkpoints, Position
 from penstock.train.critic import Critic
 from penstock.train.mini_batch import OptimizerStep
-from penstock.train.ranks import BeginStep, Collect, End, Learn, Ranks, Start, pack, unpack
+from penstock.train.ranks import BeginStep, Collect, End, Learn, Ranks, Save, Start, pack, unpack
 from penstock.train.tally import Tally
+from penstock.train.writing import Writing, stage
 
 __all__ = ["Follower", "Learner", "Steps"]
 
@@ -47,6 +49,7 @@ class Learner:
         self.estimator = self._appraiser.estimator
         self._step = 0
         self._under_way = False
+        self._writing: Writing | None = None
         self._kept: list[PassBatch] = []
         """Passes of the mini-batch under way, where there are further epochs."""
 
@@ -86,11 +89,26 @@ class Learner:
             self.ranks.tell(Collect("weights"))
             yield from self.actor.named_tensors()
 
-    def state(self) -> StateTensors:
-        """What a checkpoint keeps, whole."""
+    def begin_save(self, checkpoints: Checkpoints, position: Position) -> Writing:
+        """Has every rank copy what a checkpoint keeps, and write it behind what follows; the result is a Saved.
+
+        Raises StorageError where there is no room to begin in. No other may be under way.
+        """
+        folder = checkpoints.prepare()
         with self._together():
-            self.ranks.tell(Collect("state"))
-            return state_tensors(self.actor, self.critic)
+            self.ranks.tell(Save(str(folder.resolve())))
+            return checkpoints.begin(folder, stage(self.actor, self.critic), position, self.ranks)
+
+    def write_part(self, folder: Path) -> None:
+        """A follower's part of a checkpoint. Raises what the one before failed with but for its disk."""
+        self.finish_part()
+        self._writing = Writing(stage(self.actor, self.critic), folder, self.ranks)
+
+    def finish_part(self) -> None:
+        """Waits for a follower's part to be written."""
+        if self._writing is not None:
+            self._writing.result(SAVE_S)
+        self._writing = None
 
     def metrics(self) -> dict[str, float]:
         """Means over all ranks since they were last asked for."""
@@ -170,11 +188,12 @@ class Follower:
                 case Collect(what="weights"):
                     for _ in learner.weights():
                         pass
-                case Collect(what="state"):
-                    learner.state()
+                case Save(folder=folder):
+                    learner.write_part(Path(folder))
                 case Collect(what="metrics"):
                     learner.metrics()
                 case End():
+                    learner.finish_part()
                     return
                 case Start() | Collect() as order:
                     raise AssertionError(f"an order that has no place here: {order}")

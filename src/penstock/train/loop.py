@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.config.run import RunConfig
-from penstock.errors import RewardError, StorageError
+from penstock.errors import RewardError
 from penstock.observe import events
 from penstock.sample import Group
 from penstock.train.batches import Batches
@@ -24,6 +24,7 @@ from penstock.train.learner import Learner, Steps
 from penstock.train.losses import steered_kl_coef
 from penstock.train.ports import TrainerPorts
 from penstock.train.publishing import Publishing
+from penstock.train.saving import Saving
 from penstock.train.tally import Tally, value_of
 from penstock.train.turns import Turns
 
@@ -57,13 +58,13 @@ class Trainer:
         self.version = start_step
         """Weight version that generates now: one for each step."""
         self._clock = clock
-        self._saved_step = start_step
         self._groups_learned_from = 0
         self._at_boundary = True
         """Whether the weights are those that step `self.step` begins with."""
         self._worked_through = False
         """Whether they are those that step `self.step` ends with."""
         self._publishing = Publishing(ports, config.manager.reconnect_s)
+        self._saving = Saving(config, learner, ports, start_step)
         self._batches = Batches(config, ports, clock)
         self._turns = Turns(config, ports, clock)
 
@@ -78,7 +79,7 @@ class Trainer:
         with self._batches.cancelled_on_error():
             self._publishing.settle(self.ports.watch)
             self._finish_evaluation(self._start_evaluation())
-        self._save()
+        self._saving.last(self._position)
         if not self._groups_learned_from:
             raise RewardError(
                 "no group of the whole run could be scored, so nothing was learned; events.jsonl has the causes "
@@ -94,8 +95,10 @@ class Trainer:
             # Its gradient is applied and nothing but words with the manager was left of it.
             self.step, self.version = self.step + 1, self.version + 1
             self._worked_through, self._at_boundary = False, True
-        if self._at_boundary and self.step > self._saved_step and self.learner.in_step:
-            self._save_if_possible()
+        self._saving.settle()
+        if self._at_boundary and self.step > self._saving.saved_step and self.learner.in_step:
+            self._saving.begin(self._position)
+            self._saving.settle()
 
     def train_step(self) -> dict[str, float]:
         """One step; returns its metrics."""
@@ -136,6 +139,7 @@ class Trainer:
         self._worked_through, self._at_boundary = False, True
         self.publish()
         self._turns.ended(intake, tally.train_s, evaluation.waited_s if evaluation else 0.0)
+        self._saving.poll()
         metrics = self._metrics(intake, tally, evaluation, self._clock() - began)
         if self.config.train.kl_target and "kl" in metrics:
             actor = self.learner.actor
@@ -146,7 +150,7 @@ class Trainer:
         self._batches.call(report, f"reporting step {step}")
         every = self.config.train.checkpoint_every
         if every and self.step % every == 0 and self.step < self.config.train.steps:
-            self._save_if_possible()
+            self._saving.begin(self._position)
         return metrics
 
     def _work_through(self, intake: Intake, tally: Tally, greedy: Mapping[int, float] | None) -> None:
@@ -283,26 +287,6 @@ class Trainer:
     def _warn(self, where: str, message: str) -> None:
         self.ports.emit(events.Warned(ts=time.time(), where=where, message=message))
 
-    def _save_if_possible(self) -> None:
-        try:
-            self._save()
-        except StorageError as error:
-            # The run is worth more than one of its checkpoints; the last one still raises.
-            self._warn("checkpoint", str(error))
-
-    def _save(self) -> None:
-        began = time.perf_counter()
-        position = Position(self.step, self.version, self.config.seed)
-        saved = self.ports.checkpoints.save(self.learner.actor, position, self.learner.state())
-        if saved.left:
-            self._warn("checkpoint", f"{saved.path} is written; older ones {saved.left}")
-        self._saved_step = self.step
-        self.ports.emit(
-            events.CheckpointSaved(
-                ts=time.time(),
-                step=self.step,
-                path=str(saved.path),
-                nbytes=saved.nbytes,
-                wall_s=time.perf_counter() - began,
-            )
-        )
+    @property
+    def _position(self) -> Position:
+        return Position(self.step, self.version, self.config.seed)

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.sample import Finish, Group, Prompt, Sample, SampleId, Score, VersionSpan
 
-__all__ = ["BeginStep", "Collect", "End", "Learn", "Order", "PackedGroup", "Ranks", "Start", "pack", "unpack"]
+__all__ = ["BeginStep", "Collect", "End", "Learn", "Order", "PackedGroup", "Ranks", "Save", "Start", "pack", "unpack"]
 
 PATIENCE = datetime.timedelta(hours=12)
 """For the next order: as long as a step's rollouts may take. A leader that dies closes its sockets, which is noticed at
@@ -67,16 +67,22 @@ class Learn(msgspec.Struct, tag=True, frozen=True):
 
 
 class Collect(msgspec.Struct, tag=True, frozen=True):
-    """Every rank gives its part of `what`: weights, checkpoint or metrics."""
+    """Every rank gives its part of `what`: weights or metrics."""
 
     what: str
+
+
+class Save(msgspec.Struct, tag=True, frozen=True):
+    """Every rank copies what a checkpoint keeps of it, and writes it to this folder behind what follows."""
+
+    folder: str
 
 
 class End(msgspec.Struct, tag=True, frozen=True):
     """The run is over."""
 
 
-Order = Start | BeginStep | Learn | Collect | End
+Order = Start | BeginStep | Learn | Collect | Save | End
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
@@ -90,6 +96,8 @@ class Ranks:
         self.size = size
         self._words: Any = None
         """The group that orders and samples go through: gloo, whatever gradients use."""
+        self._behind: Any = None
+        """Another one, for the threads that write checkpoints."""
 
     @classmethod
     def from_environment(cls) -> Ranks:
@@ -109,6 +117,7 @@ class Ranks:
         torch.distributed.init_process_group(backend, timeout=PATIENCE)
         ranks = cls(rank, size)
         ranks._words = torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
+        ranks._behind = torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
         return ranks
 
     @property
@@ -138,15 +147,25 @@ class Ranks:
 
     def collect(self, data: bytes) -> list[bytes]:
         """What each rank gave, by rank; of use to the leader."""
+        return self._collect(data, self._words)
+
+    def collect_behind(self, data: bytes) -> list[bytes]:
+        """As `collect`, beside whatever else the ranks do; one thread of each rank calls it at a time.
+
+        Raises RuntimeError where a rank is gone.
+        """
+        return self._collect(data, self._behind)
+
+    def _collect(self, data: bytes, group: Any) -> list[bytes]:
         if self.size == 1:
             return [data]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        torch.distributed.all_gather(lengths, torch.tensor([len(data)]), group=self._words)
+        torch.distributed.all_gather(lengths, torch.tensor([len(data)]), group=group)
         longest = max(int(length) for length in lengths)
         own = torch.zeros(max(1, longest), dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
         given = [torch.empty_like(own) for _ in range(self.size)]
-        torch.distributed.all_gather(given, own, group=self._words)
+        torch.distributed.all_gather(given, own, group=group)
         return [bytes(tensor.numpy()[: int(length)]) for tensor, length in zip(given, lengths, strict=True)]
 
     def close(self) -> None:
