@@ -11,7 +11,7 @@ FLOORS = [
     {"cli", "bench", "__main__"},
     {"train", "simulate"},
     {"rollout", "instance"},
-    {"reward", "data", "config", "wire"},
+    {"reward", "environments", "data", "config", "wire"},
     {"weights", "cluster", "observe", "sample", "tls", "errors", "__init__"},
 ]
 OUTSIDE = {"integrations"}

@@ -71,6 +71,10 @@ class RewardError(PenstockError):
     """A reward function can't be loaded or is declared wrongly."""
 
 
+class EnvironmentFault(PenstockError):
+    """An environment raised, was too late, or answered with what the protocol doesn't allow."""
+
+
 class PoolError(PenstockError):
     """A job of the compute pool got no answer; its kinds, in `penstock.reward.failures`, say why."""
 

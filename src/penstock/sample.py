@@ -25,7 +25,9 @@ __all__ = [
     "Score",
     "Unscored",
     "VersionSpan",
+    "is_turn",
     "sample_seed",
+    "turn_batch",
 ]
 
 
@@ -98,6 +100,9 @@ class Sample:
     `token_ids` is an int32 column of T output tokens (a final stop id included), `logprobs` a float32 column
     of the same length: log-probability of each token under the distribution it was drawn from before
     temperature and truncation (the model's own, temperature 1).
+
+    In a conversation with an environment T counts the environment's tokens too. They are 0 in `learned` and in
+    `logprobs`, and in no version's span; the last token is always the model's own.
     """
 
     id: SampleId
@@ -107,12 +112,25 @@ class Sample:
     version_spans: tuple[VersionSpan, ...]
     finish: Finish
     response: str = ""
-    """The output decoded to text, without special tokens."""
+    """The output decoded to text, without special tokens; of a conversation the model's last turn."""
     score: Score | Unscored | None = None
+    learned: array[int] | None = None
+    """int8, T: 1 on the model's own tokens, 0 on those that an environment put in between. None: all are its own."""
+    turns: int = 1
+    """How often the model spoke."""
+    transcript: str = ""
+    """All output of a conversation, special tokens included; empty where there was no environment."""
+    outcome: Score | None = None
+    """What the environment gave, added up over turns; None where there was none."""
 
     @property
     def row(self) -> Mapping[str, Any]:
         return self.prompt.row
+
+    @property
+    def own_tokens(self) -> int:
+        """Output tokens that the model drew."""
+        return len(self.token_ids) if self.learned is None else sum(self.learned)
 
     @property
     def truncated(self) -> bool:
@@ -133,3 +151,16 @@ def sample_seed(run_seed: int, sample: SampleId) -> int:
     """The 64-bit key of a sample's random numbers: the same wherever and with whomever it runs."""
     message = struct.pack("<qqq", run_seed, sample.prompt, sample.replica) + sample.batch.encode()
     return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little")
+
+
+TURN = ".turn-"
+
+
+def turn_batch(sample: SampleId, turn: int) -> str:
+    """The batch in which turn `turn` (1 is the second) of a conversation is generated, as its only sample."""
+    return f"{sample.batch}.{sample.prompt}.{sample.replica}{TURN}{turn}"
+
+
+def is_turn(batch: str) -> bool:
+    """Whether a batch is a further turn of another one's sample."""
+    return TURN in batch

@@ -291,6 +291,32 @@ class RewardConfig(_Section):
         return self
 
 
+class EnvironmentConfig(_Section):
+    """What samples talk with, turn by turn (docs/environments.md)."""
+
+    path: str = ""
+    """Import path (`package.module:Class` or `./file.py:Class`) of an environment; empty for single answers. All that
+    is said in a conversation, by the model or to it, counts towards `max_new_tokens`."""
+    options: dict[str, Any] = {}
+    """Options of it, by name."""
+    max_turns: int = Field(default=8, ge=1)
+    """Most turns of the model in one conversation; one that would go on then is truncated."""
+    max_turn_tokens: int = Field(default=0, ge=0)
+    """Bound on one turn of the model; 0: what is left of `max_new_tokens`. A turn that is cut short ends its sample."""
+    max_observation_tokens: int = Field(default=0, ge=0)
+    """An answer that is longer leaves its sample unscored; 0: only what is left of `max_new_tokens` bounds it."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """For one call; then the sample is unscored."""
+    concurrency: int = Field(default=256, ge=1)
+    """Calls in flight."""
+
+    @model_validator(mode="after")
+    def _whose_options(self) -> EnvironmentConfig:
+        if self.options and not self.path:
+            raise ValueError("environment.options needs environment.path")
+        return self
+
+
 class ClusterConfig(_Section):
     """How a controller calls its workers (docs/cluster.md)."""
 
@@ -484,6 +510,7 @@ class RunConfig(_Section):
     tls: TlsConfig = TlsConfig()
     weights: WeightsConfig = WeightsConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     cluster: ClusterConfig = ClusterConfig()
     train: TrainConfig = TrainConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -506,6 +533,16 @@ class RunConfig(_Section):
             raise ValueError(
                 f'weights.codec = "{self.weights.codec}" is for the built-in engine: a server was seen to answer with '
                 "NaN once it had taken new weights so (docs/reshard.md)"
+            )
+        if self.environment.path and self.rollout.window != "off":
+            raise ValueError(
+                'rollout.window must be "off" with environment.path: a window is planned by the samples of a step, '
+                "and knows nothing of further turns"
+            )
+        if self.environment.max_turn_tokens > self.rollout.sampling.max_new_tokens:
+            raise ValueError(
+                f"environment.max_turn_tokens={self.environment.max_turn_tokens} is over "
+                f"rollout.sampling.max_new_tokens={self.rollout.sampling.max_new_tokens}, which all turns share"
             )
         temperature = self.rollout.sampling.temperature
         if temperature == 0:

@@ -44,6 +44,10 @@ class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     parts: dict[str, float] = {}
     unscored: str = ""
     """Why there is no score."""
+    turns: int = 1
+    """How often the model spoke; between its turns an environment did."""
+    transcript: str = ""
+    """All that was said in a conversation, special tokens included. `response` is the model's last turn."""
 
 
 class SamplesLog:
@@ -114,6 +118,8 @@ def _record(step: int, sample: Sample) -> SampleRecord:
         score=score.value if isinstance(score, Score) else None,
         parts={_writable(name): value for name, value in score.parts.items()} if isinstance(score, Score) else {},
         unscored=_writable(score.cause) if isinstance(score, Unscored) else "",
+        turns=sample.turns,
+        transcript=_writable(sample.transcript),
     )
 
 

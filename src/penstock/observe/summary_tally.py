@@ -12,6 +12,7 @@ from penstock.observe import events
 from penstock.observe.events import Event
 from penstock.observe.instances import is_loss
 from penstock.observe.metrics import REWARD_MEAN, STEP_S, TRAINER_WAIT_S
+from penstock.sample import is_turn
 
 
 class StepTally:
@@ -101,7 +102,8 @@ class SummaryTally:
                 self.manager_restarts += state == "restarted"
             case events.BatchEnded(batch=batch, samples=samples, failed=failed):
                 asked = self._submitted.pop(batch, samples + failed)
-                self.samples_finished += samples
+                # Of a conversation the first turn counts, which every one of them has.
+                self.samples_finished += 0 if is_turn(batch) else samples
                 self.samples_failed += failed
                 self.samples_lost += max(0, asked - samples - failed)
             case events.SamplesMoved(samples=samples):

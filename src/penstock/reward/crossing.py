@@ -52,6 +52,11 @@ class Job(msgspec.Struct, array_like=True, tag="job"):
     version_spans: list[tuple[int, int, int]]
     finish: int
     response: str
+    learned: bytes | None = None
+    """int8."""
+    turns: int = 1
+    transcript: str = ""
+    outcome: tuple[float, dict[str, float]] | None = None
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
@@ -168,6 +173,10 @@ def job_of(number: int, sample: Sample) -> bytes:
         list(sample.version_spans),
         int(sample.finish),
         sample.response,
+        None if sample.learned is None else sample.learned.tobytes(),
+        sample.turns,
+        sample.transcript,
+        None if sample.outcome is None else (sample.outcome.value, dict(sample.outcome.parts)),
     )
     try:
         return encode(job)
@@ -186,6 +195,10 @@ def sample_of(job: Job) -> Sample:
         tuple(VersionSpan(*span) for span in job.version_spans),
         Finish(job.finish),
         job.response,
+        learned=None if job.learned is None else _column("b", job.learned),
+        turns=job.turns,
+        transcript=job.transcript,
+        outcome=None if job.outcome is None else Score(*job.outcome),
     )
 
 

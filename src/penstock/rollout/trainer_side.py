@@ -52,6 +52,8 @@ BATCHES_REMEMBERED = 64
 """Ended batches shown to people until the trainer releases them."""
 BATCHES_HELD = 16
 """Batches that have ended and whose samples are kept until the trainer releases them; it has two at a time."""
+TURNS_HELD = 1 << 16
+"""The same for batches of one sample: turns of conversations, which are released with the batch that they belong to."""
 FINISHED_BYTES = 8 * 1024 * 1024
 """Tokens and log-probabilities of one FinishedFrame before another one is begun."""
 
@@ -332,11 +334,18 @@ class TrainerSide:
         self.counts.batches_done += 1
         self._close(batch, "")
         self.held[batch.name] = batch
-        while len(self.held) > BATCHES_HELD:
-            self._forget_held(next(iter(self.held)))
+        self._bound_held(batch)
         if batch.name not in self._unclaimed:
             done = BatchDone(batch=batch.name, samples=batch.finished, failed=batch.failed, tokens=batch.tokens)
             self._out.send(TRAINER, done)
+
+    def _bound_held(self, batch: Batch) -> None:
+        """Of a trainer that never releases anything the oldest are forgotten; turns never push out whole batches."""
+        if batch.samples == 1 and len(self.held) <= TURNS_HELD:
+            return
+        alike = [name for name, held in self.held.items() if (held.samples == 1) == (batch.samples == 1)]
+        for name in alike[: -TURNS_HELD if batch.samples == 1 else -BATCHES_HELD]:
+            self._forget_held(name)
 
     def _close(self, batch: Batch, cause: str) -> None:
         counts = self._tracker.state_counts(batch)

@@ -18,7 +18,7 @@ from penstock.config.run import TrainConfig
 from penstock.sample import Group, Sample, Score
 from penstock.train.actor import Actor
 from penstock.train.advantages import Outcomes, Valued, get_advantage, has_signal
-from penstock.train.batching import PassBatch, collate_samples, idle_pass, split_passes
+from penstock.train.batching import PassBatch, collate_samples, idle_pass, own_tokens, split_passes
 from penstock.train.critic import Critic
 from penstock.train.ranks import Ranks
 from penstock.train.tally import Tally, value_of
@@ -117,7 +117,9 @@ class Appraiser:
         self, samples: Sequence[Sample], group_B: Tensor, known: _Known, baselines: Mapping[int, float]
     ) -> Outcomes:
         lengths_B = torch.tensor([len(sample.token_ids) for sample in samples])
-        mask_BT = torch.arange(int(lengths_B.max())) < lengths_B.unsqueeze(1)
+        there_BT = torch.arange(int(lengths_B.max())) < lengths_B.unsqueeze(1)
+        mask_BT = there_BT.clone()
+        mask_BT[there_BT] = torch.tensor([own for sample in samples for own in own_tokens(sample)], dtype=torch.bool)
         token_rewards_BT = torch.zeros(mask_BT.shape)
         values = torch.tensor([value_of(sample) for sample in samples], dtype=torch.float32)
         token_rewards_BT[torch.arange(len(samples)), lengths_B - 1] = values
@@ -130,7 +132,7 @@ class Appraiser:
             rewards_B=values,
             group_B=group_B,
             config=self.config,
-            lengths_B=lengths_B.to(torch.float32),
+            lengths_B=mask_BT.sum(dim=1, dtype=torch.float32),
             mask_BT=mask_BT,
             parts=_parts(samples) if "parts" in self.estimator.needs else {},
             token_rewards_BT=token_rewards_BT,

@@ -13,9 +13,11 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from penstock.config.run import RunConfig
+from penstock.environments import Limits
 from penstock.observe import events
 from penstock.rollout.pack import Packer
 from penstock.sample import Prompt
+from penstock.train.dialogue import Dialogues
 from penstock.train.intake import Intake
 from penstock.train.ports import SampleScorer, TrainerPorts
 from penstock.train.sampling import eval_sampling_of, greedy_of, sampling_of
@@ -41,7 +43,9 @@ class Batches:
         self._clock = clock
         self._training_sampling = sampling_of(config.rollout.sampling, ports.stop_ids)
         self._eval_sampling = eval_sampling_of(config, ports.stop_ids)
-        self._stall_s = max(config.rollout.deadline_s, config.reward.timeout_s) + STALL_GRACE_S
+        # A conversation may wait for its turn with the environment more than once, and for others with it.
+        slowest_s = max(config.rollout.deadline_s, config.reward.timeout_s, config.environment.timeout_s)
+        self._stall_s = slowest_s + STALL_GRACE_S
         self._stall_s += config.manager.reconnect_s
         self._call_s = CALL_S + config.manager.reconnect_s
         self._open: dict[str, Intake] = {}
@@ -97,6 +101,8 @@ class Batches:
         intake.wait_ended(self._ports.watch)
         del self._open[intake.batch]
         self.call(self._ports.rollout.release(intake.batch), f"releasing batch {intake.batch}")
+        if intake.dialogues is not None:
+            self.call(intake.dialogues.release(), f"releasing the turns of batch {intake.batch}")
 
     @contextlib.contextmanager
     def cancelled_on_error(self) -> Iterator[None]:
@@ -121,6 +127,8 @@ class Batches:
         sampling: Sampling | None = None,
     ) -> Intake:
         config, ports = self._config, self._ports
+        sampling = sampling or self._training_sampling
+        dialogues = self._dialogues(batch, version, sampling)
         intake = Intake(
             batch,
             prompts,
@@ -129,6 +137,7 @@ class Batches:
             ports.decoder,
             stall_s=self._stall_s,
             keep=self._kept(prompts, packer.samples_per_prompt) if kept else (),
+            dialogues=dialogues,
             clock=self._clock,
         )
         submission = ports.rollout.submit(
@@ -137,7 +146,7 @@ class Batches:
             prompts=prompts,
             samples_per_prompt=packer.samples_per_prompt,
             run_seed=config.seed,
-            sampling=sampling or self._training_sampling,
+            sampling=sampling if dialogues is None else dialogues.first_sampling,
             deadline_s=config.rollout.deadline_s,
             listener=intake,
         )
@@ -145,6 +154,23 @@ class Batches:
         self._open[batch] = intake
         self.call(submission, f"submitting batch {batch}")
         return intake
+
+    def _dialogues(self, batch: str, version: int, sampling: Sampling) -> Dialogues | None:
+        """Conversations with the run's environment, where it has one."""
+        host, config = self._ports.environment, self._config
+        if host is None:
+            return None
+        environment = config.environment
+        return Dialogues(
+            batch,
+            host,
+            self._ports.rollout,
+            version,
+            config.seed,
+            sampling,
+            config.rollout.deadline_s,
+            Limits(sampling.max_new_tokens, environment.max_turns, environment.max_turn_tokens),
+        )
 
     def _kept(self, prompts: Sequence[Prompt], samples_per_prompt: int) -> list[tuple[int, int]]:
         """(prompt, replica) of the samples to record: of as many prompts as may be, and not those that end first."""
@@ -165,8 +191,10 @@ class Batches:
         async def cancel() -> None:
             for intake in given_up.values():
                 intake.cancel(cause)
-            for batch in given_up:
+            for batch, intake in given_up.items():
                 await self._ports.rollout.cancel(batch, cause)
+                if intake.dialogues is not None:
+                    await intake.dialogues.cancel(cause)
 
         try:
             self._ports.edge.run(cancel(), f"cancelling {', '.join(given_up)}", CANCEL_S)

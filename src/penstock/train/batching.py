@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.sample import Sample
 from penstock.train.packing import Layout
 
-__all__ = ["PassBatch", "collate", "collate_samples", "idle_pass", "split_passes"]
+__all__ = ["PassBatch", "collate", "collate_samples", "idle_pass", "own_tokens", "split_passes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +101,19 @@ def _even_passes(lengths: Sequence[int], tokens_per_micro_batch: int, ranks: int
 
 
 def collate_samples(samples: Sequence[Sample], advantages: Sequence[float] | None = None) -> PassBatch:
-    """Lays out finished samples; their columns are copied once, flat."""
+    """Lays out finished samples; their columns are copied once, flat. Only the model's own tokens are learned from."""
     return collate(
         [sample.prompt.token_ids for sample in samples],
         [sample.token_ids for sample in samples],
         [sample.logprobs for sample in samples],
         advantages,
+        None if all(sample.learned is None for sample in samples) else [own_tokens(sample) for sample in samples],
     )
+
+
+def own_tokens(sample: Sample) -> Sequence[int]:
+    """1 for each output token that is the model's own, else 0."""
+    return array("b", b"\1" * len(sample.token_ids)) if sample.learned is None else sample.learned
 
 
 def idle_pass(sample: Sample) -> PassBatch:
@@ -121,7 +127,7 @@ def collate(
     outputs: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[float]] | None = None,
     advantages: Sequence[float] | None = None,
-    learned: Sequence[Sequence[bool]] | None = None,
+    learned: Sequence[Sequence[int]] | None = None,
 ) -> PassBatch:
     """Tensors of B prompts and outputs. Every prompt and every output has at least one token.
 

@@ -1,7 +1,7 @@
-"""One batch's way from the edge loop to the main thread: finished, decoded, scored, packed, taken.
+"""One batch's way from the edge loop to the main thread: finished, talked with, decoded, scored, packed, taken.
 
-Decides when the main thread may go on. Refuses to know about gradients. Samples are scored as each one finishes, so
-rewards overlap with generation; what waits here is bounded by the batch's own size.
+Decides when the main thread may go on. Refuses to know about gradients, and what is said in a conversation. Samples are
+scored as each one finishes, so rewards overlap with generation; what waits here is bounded by the batch's own size.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from penstock.errors import DeadlineExceeded, RolloutError
 from penstock.rollout.pack import Packer
 from penstock.sample import Finish, Group, Prompt, Sample, SampleId, Unscored
+from penstock.train.dialogue import Dialogue, Dialogues
 from penstock.train.ports import Finished, SampleScorer, TextDecoder
 from penstock.wire import BatchDone
 
@@ -28,7 +29,7 @@ class Intake:
 
     `stall_s`: seconds without any sample arriving or being scored after which waiting becomes DeadlineExceeded. The
     manager has its own, shorter deadline and says more; this one is for when nothing is heard at all. `keep`: (prompt,
-    replica) of samples to hold for `kept`.
+    replica) of samples to hold for `kept`. With `dialogues` each sample that comes is the first turn of a conversation.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class Intake:
         *,
         stall_s: float,
         keep: Sequence[tuple[int, int]] = (),
+        dialogues: Dialogues | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.batch = batch
+        self.dialogues = dialogues
         self.packer = packer
         self.samples_expected = packer.groups_expected * packer.samples_per_prompt
         self._prompts = {prompt.index: prompt for prompt in prompts}
@@ -59,7 +62,11 @@ class Intake:
         self._arrived = 0
         self._ended = False
         self.tokens = 0
-        """Output tokens of all samples that arrived."""
+        """Output tokens that the model drew, of all samples that arrived."""
+        self.turns = 0
+        """Turns of conversations that are over."""
+        self.environment_tokens = 0
+        """What it was told in them."""
         self.truncated = 0
         self.failed = 0
         self.started = self._last_news = clock()
@@ -107,9 +114,7 @@ class Intake:
             raise RolloutError(f"batch {self.batch} got a sample of prompt {finished.prompt}, which it didn't ask for")
         with self._changed:
             self._arrived += 1
-            self.tokens += len(finished.token_ids)
             self.last_arrival = self._last_news = self._clock()
-            self.truncated += finished.finish is Finish.LENGTH
         sample = Sample(
             id=SampleId(self.batch, finished.prompt, finished.replica),
             prompt=prompt,
@@ -119,20 +124,63 @@ class Intake:
             finish=finished.finish,
         )
         if finished.finish is Finish.FAILED or not len(finished.token_ids):
-            sample.score = Unscored(f"generation failed: {finished.cause or 'no tokens'}")
-            with self._changed:
-                self.failed += 1
-                self.packer.fail(finished.prompt, finished.replica, sample.score.cause)
-                self._keep(sample)
-                self._changed.notify_all()
+            self._lose(sample, finished.cause or "no tokens")
             return
+        # Conversations are counted when they are over.
+        if self.dialogues is None:
+            self._count(sample)
         sample.response = self._decoder.decode(finished.token_ids.tolist(), skip_special_tokens=True)
-        task = asyncio.get_running_loop().create_task(self._score(sample), name=f"score {sample.id}")
+        task = asyncio.get_running_loop().create_task(self._finish(sample, finished), name=f"score {sample.id}")
         self._tasks.add(task)
         task.add_done_callback(self._scored)
 
-    async def _score(self, sample: Sample) -> None:
-        sample.score = await self._scorer.score(sample)
+    def _lose(self, sample: Sample, cause: str) -> None:
+        """A sample that could not be generated."""
+        sample.score = Unscored(f"generation failed: {cause}")
+        with self._changed:
+            self.failed += 1
+            self.packer.fail(sample.id.prompt, sample.id.replica, sample.score.cause)
+            self._keep(sample)
+            self._changed.notify_all()
+
+    def _count(self, sample: Sample) -> None:
+        with self._changed:
+            self.tokens += sample.own_tokens
+            self.turns += sample.turns
+            self.environment_tokens += len(sample.token_ids) - sample.own_tokens
+            self.truncated += sample.truncated
+
+    async def _finish(self, sample: Sample, first: Finished) -> None:
+        if self.dialogues is None:
+            await self._score(sample)
+            return
+        dialogue = await self.dialogues.carry(sample.prompt, sample.id.replica, first, self._heard)
+        if self._cancelled:
+            return
+        self._take_over(sample, dialogue)
+        self._count(sample)
+        if dialogue.failed:
+            self._lose(sample, dialogue.failed)
+        else:
+            await self._score(sample, dialogue.unscored)
+
+    def _take_over(self, sample: Sample, dialogue: Dialogue) -> None:
+        """Makes a sample of its whole conversation."""
+        talk = dialogue.conversation
+        sample.token_ids, sample.logprobs, sample.learned = talk.token_ids, talk.logprobs, talk.learned
+        sample.version_spans, sample.finish, sample.turns = tuple(talk.spans), talk.finish, talk.turns
+        sample.outcome = talk.outcome
+        sample.response = self._decoder.decode(talk.token_ids[talk.last_turn :].tolist(), skip_special_tokens=True)
+        sample.transcript = self._decoder.decode(talk.token_ids.tolist(), skip_special_tokens=False)
+
+    def _heard(self) -> None:
+        """A further turn of a conversation came."""
+        with self._changed:
+            self.last_arrival = self._last_news = self._clock()
+
+    async def _score(self, sample: Sample, unscored: str = "") -> None:
+        """Gives a sample its score, or the cause why there can't be one, and packs it."""
+        sample.score = Unscored(unscored) if unscored else await self._scorer.score(sample)
         with self._changed:
             self.packer.add(sample)
             self._keep(sample)

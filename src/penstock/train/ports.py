@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from penstock.environments import EnvironmentHost
 from penstock.errors import RolloutError
 from penstock.observe import events
 from penstock.sample import Finish, Prompt, Sample, Score, Unscored, VersionSpan
@@ -158,5 +159,7 @@ class TrainerPorts:
     """`record_samples(step, samples)`: a few samples, training's or an evaluation's, for people to read."""
     eval_scorer: SampleScorer | None = None
     """Scores held-out answers; None: `scorer` does."""
+    environment: EnvironmentHost | None = None
+    """What samples talk with, turn by turn; None: each is a single answer."""
     watch: Callable[[], None] = lambda: None
     """Called on the main thread several times a second while it waits and between passes; may raise to end the run."""

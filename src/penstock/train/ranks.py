@@ -36,6 +36,8 @@ class PackedSample(msgspec.Struct, array_like=True, frozen=True):
     finish: int
     value: float
     parts: dict[str, float]
+    learned: bytes | None = None
+    """int8; None: every token is the model's own."""
 
 
 class PackedGroup(msgspec.Struct, array_like=True, frozen=True):
@@ -197,6 +199,7 @@ def _pack_sample(sample: Sample) -> PackedSample:
         int(sample.finish),
         sample.score.value,
         dict(sample.score.parts),
+        None if sample.learned is None else sample.learned.tobytes(),
     )
 
 
@@ -219,6 +222,7 @@ def _unpack_sample(batch: str, prompt: Prompt, sample: PackedSample) -> Sample:
         version_spans=tuple(VersionSpan(*span) for span in sample.spans),
         finish=Finish(sample.finish),
         score=Score(sample.value, sample.parts),
+        learned=None if sample.learned is None else _column("b", sample.learned),
     )
 
 
