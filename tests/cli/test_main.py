@@ -70,7 +70,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "commands:"),
         (
             ["trian"],
-            "no command 'trian'; there are: train, join, manager, reward, gateway, simulate, bench, doctor",
+            "no command 'trian'; there are: train, export, join, manager, reward, gateway, simulate, bench, doctor",
         ),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["doctor", "--jsn"], "unrecognized arguments: --jsn"),

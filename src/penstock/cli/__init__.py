@@ -25,6 +25,7 @@ from penstock.errors import ConfigError, PenstockError
 
 COMMANDS: Mapping[str, str] = {
     "train": "teach a model: a run from TOML files",
+    "export": "make a Hugging Face model folder of a checkpoint",
     "join": "lend this machine's engine to a run",
     "manager": "serve rollouts to a trainer (train starts one by itself)",
     "reward": "score a JSONL of answers with a reward function",
