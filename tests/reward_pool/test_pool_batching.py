@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError, PoolError
 from penstock.reward import ComputePool, Endpoint
 from penstock.reward.batching import Gathering, batched, pool_batched
-from penstock.reward.failures import BudgetSpent
+from penstock.reward.failures import BudgetSpent, JobFailed
 from penstock.simulate.provider_server import ProviderServer
 
 
@@ -139,8 +139,33 @@ async def test_a_pools_services_are_batched() -> None:
         assert [entry["score"] for entry in await asyncio.gather(score("a"), score("bb"))] == [1.0, 2.0]
         complete = pool_batched(pool, "/completions", model="c", max_tokens=5, wait_ms=1)
         assert [c["text"] for c in await asyncio.gather(complete("p"), complete("q"))] == ["echo: p", "echo: q"]
+        assert server.seen[-1][1] == {"model": "c", "max_tokens": 5, "prompt": ["p", "q"]}, (
+            "the service's, not the batch's"
+        )
+        short = pool_batched(pool, "/embeddings", model="e", tokens_per_call=2, wait_ms=5)
+        before = server.requests
+        await asyncio.gather(*(short("four") for _ in range(4)))
+        assert server.requests == before + 2, "two tokens' worth of texts in each"
+        with pytest.raises(ConfigError, match="n = 0"):
+            pool_batched(pool, "/completions", model="c", n=0)
         with pytest.raises(ConfigError, match="must be one of"):
             pool_batched(pool, "/chat/completions", model="m")
+
+
+async def test_one_bad_text_of_a_services_batch_fails_alone_and_several_choices_stay_together() -> None:
+    def answer(path: str, body: dict) -> dict:
+        if "bad" in body["prompt"]:
+            return {"error": {"message": "a text that can't be read", "code": 400}}
+        numbers = range(len(body["prompt"]) * body["n"])
+        return {"choices": [{"index": k, "text": body["prompt"][k // body["n"]]} for k in numbers]}
+
+    async with ProviderServer(answer=answer) as server, ComputePool([Endpoint(server.url)]) as pool:
+        complete = pool_batched(pool, "/completions", model="c", n=2, wait_ms=5, deadline_s=60)
+        texts = ["a", "b", "bad", "c"]
+        results = await asyncio.gather(*map(complete, texts), return_exceptions=True)
+        assert server.seen[0][1]["prompt"] == texts
+    assert isinstance(results[2], JobFailed)
+    assert [[choice["text"] for choice in results[k]] for k in (0, 1, 3)] == [["a", "a"], ["b", "b"], ["c", "c"]]
 
 
 def test_impossible_options_are_refused() -> None:

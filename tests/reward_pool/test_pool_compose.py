@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from penstock.errors import RewardError, StorageError
-from penstock.reward import AnswerCache, ComputePool, Endpoint, Score, Unscored, compose, score_batch
+from penstock.reward import AnswerCache, ComputePool, Endpoint, Score, Unscored, compose, composed, score_batch
 from penstock.reward.cache import content_key
 from penstock.reward.failures import DeadlinePassed, JobFailed
 from penstock.simulate.provider_server import ProviderServer
@@ -112,6 +115,82 @@ async def test_a_batch_with_a_deadline_names_what_it_could_not_score() -> None:
     assert (await score_batch(reward, [])).results == []
     with pytest.raises(RewardError, match="must be above 0"):
         await score_batch(reward, [1], deadline_s=0)
+
+
+async def test_samples_are_scored_while_later_ones_are_still_generated() -> None:
+    told: list[str] = []
+    first_is_scored = asyncio.Event()
+
+    async def reward(sample: int) -> float:
+        told.append(f"scored {sample}")
+        first_is_scored.set()
+        return float(sample)
+
+    async def generated():
+        for n in range(3):
+            told.append(f"generated {n}")
+            yield n
+            if n == 0:
+                await asyncio.wait_for(first_is_scored.wait(), 60)
+
+    report = await score_batch(reward, generated())
+    assert [score.value for score in report.results if isinstance(score, Score)] == [0.0, 1.0, 2.0]
+    assert told.index("scored 0") < told.index("generated 1")
+
+    async def endless():
+        for n in range(3):
+            yield n
+        await asyncio.Event().wait()
+
+    cut = await score_batch(reward, endless(), deadline_s=0.2)
+    assert (len(cut.results), cut.late) == (3, []), "what never came is not in the report"
+
+    async def broken():
+        yield 1
+        raise OSError("the rollouts are gone")
+
+    with pytest.raises(OSError, match="rollouts are gone"):
+        await score_batch(reward, broken())
+
+
+HANGS = """
+import asyncio, threading
+from penstock.reward import compose, score_batch
+
+def hangs(sample):
+    if sample == 0:
+        threading.Event().wait()
+    return 1.0
+
+def quick(sample):
+    return 1.0
+
+print(asyncio.run(score_batch(hangs, range(40), deadline_s=1.0)).late)
+print(asyncio.run(score_batch(compose(hangs, quick), range(40), deadline_s=1.0)).late)
+"""
+
+
+def test_a_sync_function_that_hangs_keeps_neither_the_others_nor_the_interpreter() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[0]\n[0]\n", done.stderr
+
+
+async def test_sync_calls_have_a_bounded_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composed, "SYNC_AT_ONCE", 3)
+    lock, inside, most = threading.Lock(), 0, 0
+
+    def counted(sample: int) -> float:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        time.sleep(0.005)
+        with lock:
+            inside -= 1
+        return 0.0
+
+    await score_batch(counted, range(20))
+    assert most == 3
 
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}

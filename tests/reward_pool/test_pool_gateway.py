@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -91,6 +93,7 @@ async def test_a_wrong_path_or_method_is_said_as_the_api_says_errors(
         ("fault-429", {"x-penstock-deadline-s": "0.1"}, 504, "DeadlinePassed"),
         ("m", {"x-penstock-priority": "high"}, 400, "bad_request"),
         ("m", {"x-penstock-priority": "nan"}, 400, "bad_request"),
+        ("m", {"x-penstock-priority": "-inf"}, 400, "bad_request"),
         ("m", {"x-penstock-deadline-s": "nan"}, 400, "bad_request"),
         ("m", {"x-penstock-deadline-s": "-1"}, 400, "bad_request"),
     ],
@@ -106,6 +109,12 @@ async def test_each_failure_has_its_status(model: str, headers: dict, status: in
 async def test_what_is_no_json_object_is_refused() -> None:
     async with ComputePool([Endpoint("http://127.0.0.1:9")]) as pool, Gateway(pool) as gateway:
         assert (await post(gateway.url, "/chat/completions", [1]))[0] == 400
+
+
+async def test_a_request_without_a_model_is_told_so_where_one_is_needed() -> None:
+    async with ComputePool([Endpoint("http://127.0.0.1:9", models=("judge",))]) as pool, Gateway(pool) as gateway:
+        status, said = await post(gateway.url, "/chat/completions", {"messages": []})
+        assert (status, said["error"]["message"]) == (404, "the request names no model; served: judge")
 
 
 async def test_priority_and_hanging_up_reach_the_pool() -> None:
@@ -156,8 +165,11 @@ async def test_operators_see_models_health_rows_and_metrics() -> None:
 
 async def test_a_port_in_use_is_named() -> None:
     async with ComputePool([Endpoint("http://127.0.0.1:9")]) as pool, Gateway(pool) as first:
-        with pytest.raises(PortInUse, match=str(first.port)):
+        with pytest.raises(PortInUse, match=f":{first.port} is in use"):
             await Gateway(pool, port=first.port).start()
+        elsewhere = Gateway(pool, host="192.0.2.1", token="t")  # an address of documentation, never this machine's
+        with pytest.raises(ConfigError, match=r"can't listen on 192\.0\.2\.1:0: Cannot assign"):
+            await elsewhere.start()
 
 
 def test_the_command_refuses_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,3 +255,51 @@ async def test_the_command_asks_for_its_token_and_ends_with_its_input(tmp_path: 
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
+
+async def test_the_command_sends_equal_requests_once_and_keeps_their_answers(tmp_path: Path) -> None:
+    async with ProviderServer(Provider(median_s=0.3, spread=0.0, round_trip_s=0.0)) as server:
+        (tmp_path / "pool.toml").write_text(f'[[endpoints]]\nurl = "{server.url}"\n')
+        for options, sent in ((("--single-flight",), [1, 2]), (("--cache", "answers"), [1, 1]), ((), [3, 4])):
+            before = server.requests
+            async with serving(tmp_path, *options) as (_, url):
+                await asyncio.gather(*(post(url, "/chat/completions", CHAT) for _ in range(3)))
+                counts = [server.requests - before]
+                assert (await post(url, "/chat/completions", CHAT))[0] == 200
+                assert [*counts, server.requests - before] == sent
+
+
+async def test_callers_in_flight_are_told_that_the_command_has_ended(tmp_path: Path) -> None:
+    async with ProviderServer() as server:
+        (tmp_path / "pool.toml").write_text(f'[[endpoints]]\nurl = "{server.url}"\n[pool]\nhedge_share = 0\n')
+        async with serving(tmp_path) as (process, url):
+            silent = {**CHAT, "model": "fault-silent"}
+            callers = [
+                asyncio.create_task(post(url, "/chat/completions", {**silent, "stream": stream}))
+                for stream in (False, True)
+            ]
+            await server.arrived(2)
+            process.send_signal(signal.SIGINT)
+            for status, said in await asyncio.gather(*callers):
+                assert (status, said["error"]["type"]) == (503, "PoolClosed")
+            assert await asyncio.wait_for(process.wait(), 60) == 0
+            assert process.stdout is not None
+            assert b"2 requests in work" in await process.stdout.read()
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, *options: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """`penstock gateway pool.toml` in a folder, and its address."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "penstock", "gateway", "pool.toml", "--port", "0", "--table-every", "0", *options),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        yield process, (await process.stdout.readline()).decode().split()[-1]
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()

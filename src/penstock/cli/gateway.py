@@ -19,6 +19,8 @@ from penstock.cli.numbers import at_least_0, port
 from penstock.cli.pool_table import PoolTable, Screen
 from penstock.errors import ConfigError
 
+GRACE_S = 1.0
+"""For requests in flight when the gateway is told to end; then their callers are told that it has."""
 HELP = "serve a pool of rate-limited services as one OpenAI-compatible endpoint"
 
 
@@ -29,6 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-env", default="", metavar="NAME", help="environment variable with the callers' token")
     parser.add_argument(
         "--table-every", type=at_least_0, metavar="SECONDS", help="0 draws no table (default: 1 on a terminal, else 10)"
+    )
+    parser.add_argument("--single-flight", action="store_true", help="send equal requests in flight once")
+    parser.add_argument(
+        "--cache", type=Path, metavar="FOLDER", help="keep answers there, and give them to equal requests"
     )
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when the standard input is closed")
 
@@ -43,11 +49,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 async def _serve(args: argparse.Namespace, token: str) -> int:
+    from penstock.reward.cache import AnswerCache
     from penstock.reward.gateway import Gateway
     from penstock.reward.pool import ComputePool
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    async with ComputePool.from_toml(args.pool) as pool:
+    cache = AnswerCache(args.cache) if args.cache is not None else None
+    async with ComputePool.from_toml(args.pool, single_flight=args.single_flight, cache=cache) as pool:
         pool.check_keys()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
@@ -70,6 +78,11 @@ async def _serve(args: argparse.Namespace, token: str) -> int:
                     if lines != printed:  # an idle night fills no log
                         screen.draw(lines)
                         printed = lines
+            left = pool.waiting + pool.running
+            if left:
+                screen.say(f"ending; {left} requests in work have {GRACE_S:g} s")
+            await gateway.shut_door()
+            await pool.close(GRACE_S)
     return 0
 
 

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 from penstock.errors import ConfigError, PoolError
+from penstock.reward.asking import own_options
 from penstock.reward.failures import JobFailed
 from penstock.reward.pool import ComputePool
 from penstock.reward.retry import Kind, kind_of_error
@@ -192,31 +193,41 @@ def pool_batched(
     path: str,
     *,
     max_items: int = 32,
-    max_tokens: float | None = None,
+    tokens_per_call: float | None = None,
     wait_ms: float = 5.0,
     **body: Any,
 ) -> Callable[[str], Awaitable[Any]]:
     """A pool's list-taking service as a function of one text: `await embed("...")` gives that text's own entry.
 
-    `body` holds the model and any other parameters; `path` is `/embeddings`, `/classify`, `/score` or `/completions`.
+    `body` holds the model, any other parameters of the service (a completion's `max_tokens` is one of them) and the
+    pool's own (`priority`, `deadline_s`, ...); `path` is `/embeddings`, `/classify`, `/score` or `/completions`. A call
+    holds at most `max_items` texts of `tokens_per_call` tokens (estimated, a quarter of their characters). With `n`
+    above 1, a completion's entry is the list of its choices.
 
     Raises:
-        ConfigError: the path takes no list, or no model is named.
+        ConfigError: the path takes no list, no model is named, or `n` is no count.
     """
     if path not in _LISTS or "model" not in body:
         raise ConfigError(f"pool_batched: path '{path}' must be one of {', '.join(_LISTS)}, and a model must be given")
     asked, answered = _LISTS[path]
+    own, each = own_options(body), body.get("n", 1) if path == "/completions" else 1
+    if not isinstance(each, int) or each < 1:
+        raise ConfigError(f"pool_batched: n = {each!r}: must be a whole number from 1")
 
     async def call(texts: Sequence[str]) -> Sequence[Any]:
-        value = (await pool.request(path, {**body, asked: list(texts)})).value
+        value = (await pool.request(path, {**body, asked: list(texts)}, **own)).value
         entries = value.get(answered) if isinstance(value, dict) else None
         if not isinstance(entries, list):
             raise PoolError(f"the answer from {path} has no list '{answered}'")
-        return sorted(entries, key=lambda entry: entry.get("index", 0))
+        entries = sorted(entries, key=lambda entry: entry.get("index", 0))
+        return entries if each == 1 else [entries[k : k + each] for k in range(0, len(entries), each)]
 
     def tokens(text: str) -> float:
         return len(text) / 4
 
     return batched(
-        max_items=max_items, max_tokens=max_tokens, wait_ms=wait_ms, tokens=tokens if max_tokens is not None else None
+        max_items=max_items,
+        max_tokens=tokens_per_call,
+        wait_ms=wait_ms,
+        tokens=tokens if tokens_per_call is not None else None,
     )(call)

@@ -8,18 +8,24 @@ services: a part is any reward function, accelerated or not.
 from __future__ import annotations
 
 import asyncio
-import contextvars
+import functools
 import inspect
+import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import RewardError
 from penstock.reward.functions import describe_exception, normalise
+from penstock.reward.helpers import HELPERS
 from penstock.sample import Score, Unscored
 
 __all__ = ["BatchReport", "compose", "score_batch"]
+
+SYNC_AT_ONCE = 32
+"""Sync calls of one loop in threads: enough for those that wait for a network, few enough for those that compute."""
+_ROOM: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 
 def compose(
@@ -69,12 +75,22 @@ def compose(
     return composed
 
 
+def _threads() -> asyncio.Semaphore:
+    """Room for sync calls on this loop. A call that nobody waits for any more takes up none, though it goes on."""
+    loop = asyncio.get_running_loop()
+    room = _ROOM.get(loop)
+    if room is None:
+        room = _ROOM[loop] = asyncio.Semaphore(SYNC_AT_ONCE)
+    return room
+
+
 async def _result(part: Callable[[Any], Any], sample: Any) -> Score | Unscored:
     try:
-        if inspect.iscoroutinefunction(part):
+        if inspect.iscoroutinefunction(part) or inspect.iscoroutinefunction(type(part).__call__):
             result = await part(sample)
         else:
-            result = await asyncio.to_thread(contextvars.copy_context().run, part, sample)
+            async with _threads():
+                result = await HELPERS.call_async(functools.partial(part, sample))
             if inspect.isawaitable(result):
                 result = await result
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the sample says so
@@ -93,32 +109,63 @@ class BatchReport:
 
 
 async def score_batch(
-    function: Callable[[Any], Any], samples: Sequence[Any], deadline_s: float | None = None, concurrency: int = 256
+    function: Callable[[Any], Any],
+    samples: Sequence[Any] | AsyncIterable[Any],
+    deadline_s: float | None = None,
+    concurrency: int = 256,
 ) -> BatchReport:
     """Scores samples at once, at most `concurrency` of them; after `deadline_s` the rest is `Unscored`.
 
+    Samples may still be on their way: from an async iterable, each is scored as it comes, while later ones are being
+    generated. What has not come by the deadline isn't in the report. A sync function runs in threads, and is left
+    there at the deadline.
+
     Raises:
         RewardError: an impossible deadline or concurrency.
+        Exception: what the iterable raised; nothing is left running.
     """
     if concurrency < 1 or (deadline_s is not None and not deadline_s > 0):
         raise RewardError(f"score_batch: concurrency = {concurrency}, deadline_s = {deadline_s}: must be above 0")
-    results: list[Score | Unscored | None] = [None] * len(samples)
-    following = iter(range(len(samples)))
+    results: list[Score | Unscored | None] = []
+    working: set[asyncio.Task[None]] = set()
+    room = asyncio.Semaphore(concurrency)
 
-    async def work() -> None:
-        for n in following:
-            results[n] = await _result(function, samples[n])
+    async def score(n: int, sample: Any) -> None:
+        try:
+            results[n] = await _result(function, sample)
+        finally:
+            room.release()
 
-    workers = [asyncio.ensure_future(work()) for _ in range(min(concurrency, len(samples)))]
+    async def take(sample: Any) -> None:
+        await room.acquire()
+        task = asyncio.ensure_future(score(len(results), sample))
+        results.append(None)
+        working.add(task)
+        task.add_done_callback(working.discard)
+
+    async def all_of_them() -> None:
+        if isinstance(samples, AsyncIterable):
+            async for sample in samples:
+                await take(sample)
+        else:
+            for sample in samples:
+                await take(sample)
+        if working:
+            await asyncio.wait(working)
+
+    whole_batch = asyncio.ensure_future(all_of_them())
     try:
-        if workers:
-            await asyncio.wait(workers, timeout=deadline_s)
+        done, _ = await asyncio.wait((whole_batch,), timeout=deadline_s)
+        for task in done:
+            task.result()
     finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        for task in (whole_batch, *working):
+            task.cancel()
+        await asyncio.gather(whole_batch, *working, return_exceptions=True)
+    if not isinstance(samples, AsyncIterable):
+        results.extend([None] * (len(samples) - len(results)))
     late = [n for n, result in enumerate(results) if result is None]
     cut_off = Unscored(f"the batch's deadline of {deadline_s} s passed")
-    whole = [cut_off if result is None else result for result in results]
-    causes = Counter(result.cause for result in whole if isinstance(result, Unscored))
-    return BatchReport(whole, dict(causes), late)
+    scored = [cut_off if result is None else result for result in results]
+    causes = Counter(result.cause for result in scored if isinstance(result, Unscored))
+    return BatchReport(scored, dict(causes), late)

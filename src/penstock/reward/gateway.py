@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import math
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -88,6 +90,7 @@ class Gateway:
 
         Raises:
             PortInUse: something else listens there.
+            ConfigError: there is no such address here, or it may not be listened on.
         """
         loop = asyncio.get_running_loop()
 
@@ -105,9 +108,19 @@ class Gateway:
             await site.start()
         except OSError as error:
             await self._runner.cleanup()
-            raise PortInUse(f"the gateway can't listen on {self.host}:{self.port}: {error.strerror}") from None
+            self._runner = None
+            if error.errno == errno.EADDRINUSE:
+                raise PortInUse(f"{self.host}:{self.port} is in use: a gateway may run already") from None
+            why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+            raise ConfigError(f"the gateway can't listen on {self.host}:{self.port}: {why}") from None
         self.port = self._runner.addresses[0][1]
         return self
+
+    async def shut_door(self) -> None:
+        """Takes no more callers. Those that are in stay: once their pool is closed, each is told how its job ended."""
+        if self._runner is not None:
+            for site in list(self._runner.sites):
+                await site.stop()
 
     async def stop(self) -> None:
         """Takes no more requests; those in flight get a second to end, then they are cancelled."""
@@ -152,8 +165,8 @@ class Gateway:
             priority = float(request.headers.get("x-penstock-priority", "0"))
             deadline = request.headers.get("x-penstock-deadline-s")
             deadline_s = float(deadline) if deadline is not None else None
-            if math.isnan(priority) or not (deadline_s is None or deadline_s > 0):
-                raise ValueError("x-penstock-priority has to be a number, x-penstock-deadline-s one above 0")
+            if not math.isfinite(priority) or not (deadline_s is None or deadline_s > 0):
+                raise ValueError("x-penstock-priority has to be a finite number, x-penstock-deadline-s one above 0")
         except (msgspec.DecodeError, ValueError) as error:
             return _error(400, f"the request can't be understood: {error}", "bad_request")
         path = request.path.removeprefix("/v1")

@@ -122,7 +122,8 @@ class Scheduler:
         serving = tuple(n for n, place in enumerate(self.places) if not place.retired and place.endpoint.serves(model))
         if not serving:
             known = sorted({pattern for place in self.places for pattern in place.endpoint.models})
-            raise NoEndpoint(f"no endpoint of the pool serves model '{model}'; served: {', '.join(known) or 'none'}")
+            asked = f"no endpoint of the pool serves model '{model}'" if model else "the request names no model"
+            raise NoEndpoint(f"{asked}; served: {', '.join(known) or 'none'}")
         route = self._routes.get(serving)
         if route is None:
             route = self._routes[serving] = Route(tuple(self.places[n] for n in serving))
