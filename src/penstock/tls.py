@@ -96,10 +96,10 @@ def common_name(certificate: Mapping[str, Any]) -> str:
 def refusal_words(error: BaseException) -> str:
     """Why TLS failed, for the side that dialled; empty where `error` is not about TLS."""
     for cause in _chain(error):
-        # aiohttp's error is one too, without the words, which are in the error that it wraps.
+        # aiohttp's errors are some too, without the words, which are in the errors that they wrap.
         if isinstance(cause, ssl.SSLCertVerificationError) and hasattr(cause, "verify_message"):
             return f"the other side's certificate is not accepted here: {cause.verify_message}"
-        if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLCertVerificationError):
+        if isinstance(cause, ssl.SSLError) and hasattr(cause, "reason") and cause.reason != "CERTIFICATE_VERIFY_FAILED":
             reason = str(cause.reason or cause)
             return next((words for alert, words in _ALERTS.items() if reason.endswith(alert)), f"TLS failed: {reason}")
     return ""

@@ -18,7 +18,9 @@ import aiohttp
 import pytest
 from fake_manager import TOKEN, FakeManager, Session, start_frame
 
+from penstock.cli.join import own_name
 from penstock.rollout.client import RolloutClient
+from penstock.rollout.fleet import INSTANCE_NAME
 from penstock.weights import WeightStore
 from penstock.wire import AgentHello, Goodbye, LoadWeights, Sampling, TokenFrame, VersionReady
 
@@ -138,6 +140,8 @@ async def test_after_sigkill_the_progress_file_says_how_many_tokens_were_drawn(
         (None, [], "PENSTOCK_TOKEN"),
         ("wrong", [], "refused this agent (HTTP 401)"),
         (TOKEN, ["--token-file", "/does/not/exist"], "/does/not/exist can't be read"),
+        (TOKEN, ["--token-file", sys.executable], "can't be read: it is no text"),
+        (TOKEN, ["--name", "spot 7"], "--name 'spot 7' is no name of an instance"),
         (TOKEN, ["--progress-file", "/does/not/exist"], "progress file /does/not/exist can't be written"),
     ],
 )
@@ -150,6 +154,14 @@ async def test_what_keeps_a_machine_out_is_said_on_its_own_screen(
     assert code not in (0, None)
     assert named in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("host", ["vm", "-.odd_host!", "x" * 63, "node-7." + "far.away." * 20 + "example", ""])
+def test_a_machine_without_a_name_takes_one_that_every_manager_takes(host: str) -> None:
+    name = own_name(host, 4_000_000)
+    assert INSTANCE_NAME.fullmatch(name)
+    assert name.endswith("-4000000")
+    assert name != own_name(host + "2", 4_000_000)
 
 
 @pytest.mark.parametrize("arguments", [["--max-running", "0"], ["--tokens-per-s", "-1"], ["--threads", "many"]])

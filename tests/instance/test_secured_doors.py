@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import ssl
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -145,7 +147,41 @@ async def test_a_token_that_is_not_even_text_is_refused_in_order() -> None:
         writer.close()
 
 
+async def test_no_token_is_ever_logged_shown_or_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the run's own tokens nor those of strangers, whatever is logged at whatever level."""
+    caplog.set_level(logging.DEBUG)
+    own = Tokens(agent="own-secret-a", trainer="own-secret-t", operator="own-secret-o")
+    told: list[str] = []
+    async with serving(own) as server, aiohttp.ClientSession() as http:
+        for token in (own.trainer, "strange-secret"):
+            told.append(await refusal_of(agent_at(server, token)))
+            with pytest.raises(AuthError) as refused:
+                await RolloutClient(server.url, token.replace(own.trainer, own.agent), print, print).connect()
+            told.append(str(refused.value))
+        async with running(agent_at(server, own.agent)):
+            await server.until(lambda: server.manager.fleet.count(State.JOINING))
+            for path in ("/", "/instances", "/samples", "/status", "/metrics", "/healthz"):
+                headers = {"Authorization": f"Bearer {own.operator}"}
+                async with http.get(server.url + path, headers=headers) as response:
+                    assert response.status == 200
+                    told.append(await response.text())
+        told += [repr(event) for event in server.events]
+        told.append(repr(replace(server.config, token="own-secret-s")))
+    assert caplog.records
+    assert len([event for event in server.events if isinstance(event, ConnectionRefused)]) >= 3
+    assert "secret" not in caplog.text + "".join(told)
+
+
 # ---- TLS
+
+
+async def test_a_manager_that_speaks_no_tls_is_named_as_that(papers: Papers) -> None:
+    async with serving(OWN) as server:
+        url, tls = server.url.replace("http:", "https:"), client_context(papers.ca_file)
+        agent = Agent(PacedEngine(tokens_per_s=1000.0), url, "a-token", "spot-1", reconnect_s=20.0, tls=tls)
+        assert "the other side does not speak TLS at that port" in await refusal_of(agent)
+        with pytest.raises(AuthError, match="does not speak TLS"):
+            await RolloutClient(url, "t-token", print, print, tls=tls).connect()
 
 
 async def publish(server: ManagerServer, store: WeightStore) -> None:

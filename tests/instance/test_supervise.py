@@ -87,13 +87,16 @@ async def test_a_server_that_does_not_start_says_why(tmp_path: Path, http: aioht
 
 
 async def test_a_server_has_the_environment_that_its_control_routes_and_this_machine_need(
-    tmp_path: Path, http: aiohttp.ClientSession
+    tmp_path: Path, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = "sh -c 'echo routes=$VLLM_SERVER_DEV_MODE threads=$OMP_NUM_THREADS; exit 1' {model} {port}"
+    monkeypatch.setenv("PENSTOCK_TOKEN", "the-run-s")
+    monkeypatch.setenv("PENSTOCK_OPERATOR_TOKEN", "an-operator-s")
+    echo = "routes=$VLLM_SERVER_DEV_MODE threads=$OMP_NUM_THREADS $PENSTOCK_TOKEN$PENSTOCK_OPERATOR_TOKEN no doors"
+    command = f"sh -c 'echo {echo}; exit 1' {{model}} {{port}}"
     server = ManagedServer(
         VllmDialect(), tmp_path / "log", template=command, start_s=WITHIN_S, environment={"OMP_NUM_THREADS": "3"}
     )
-    with pytest.raises(EngineError, match="routes=1 threads=3"):
+    with pytest.raises(EngineError, match="routes=1 threads=3 no doors"):
         await server.start(http, tmp_path, {})
 
 

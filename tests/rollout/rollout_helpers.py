@@ -124,6 +124,7 @@ class SimulatedAgent:
     held_off_s: float = 0.0
     context_tokens: int = 1024
     sequences: dict[int, Sequence_] = field(default_factory=dict)
+    stop_causes: list[str] = field(default_factory=list)
 
     def take(self, frame: object) -> None:
         if isinstance(frame, Welcome):
@@ -132,6 +133,7 @@ class SimulatedAgent:
         elif isinstance(frame, LoadWeights):
             self.loading = frame
         elif isinstance(frame, StopFrame):
+            self.stop_causes.append(frame.cause)
             for lease in column(frame.leases, "Q"):
                 self.sequences.pop(lease, None)
         elif isinstance(frame, Drain):

@@ -96,6 +96,7 @@ def test_a_moved_sample_goes_on_from_its_last_token_and_is_told_as_moved() -> No
     policy.wishes = [(0, 0, 1)]
     world.pass_time(1.5)
     assert not one.sequences
+    assert one.stop_causes == [""], "nothing is wrong with it that its own screen should tell"
     assert len(other.sequences) == 2
     (event,) = world.of_kind(SamplesMoved)
     assert isinstance(event, SamplesMoved)

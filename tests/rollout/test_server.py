@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -559,6 +560,9 @@ async def test_operators_see_instances_samples_metrics_and_health() -> None:
             assert "penstock_frames_refused_total 0" in metrics
             for line in metrics.splitlines():
                 assert line.startswith("# ") or float(line.rsplit(" ", 1)[1]) >= -1
+            for page in re.findall(r"GET +(\S+)", await get("/")):
+                async with http.get(server.url + page) as response:
+                    assert response.status == (404 if page == "/fleet" else 200), "nobody adds machines here"
             async with aiohttp.ClientSession() as stranger, stranger.get(f"{server.url}/healthz") as response:
                 assert await response.json() == {
                     "status": "ok",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import logging
 import mmap
 import os
+import re
 import signal
 import socket
 import sys
@@ -43,6 +45,8 @@ CLOSE_S = 2.0
 """For the engine to end after the agent has left."""
 ORPHAN_S = 4.0
 """An agent whose parent died leaves in order; after so long it just ends."""
+MOST_NAME = 64
+"""Characters of an instance's name."""
 DEFAULT_FRAME_STEPS = 8
 """Until the manager's welcome says otherwise."""
 
@@ -133,6 +137,7 @@ def main(args: argparse.Namespace) -> int:
     """0 after leaving in order. Raises PenstockError where it can't join or can't go on."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     check_server_arguments(args)
+    check_name(args.name)
     # A certificate may say who this is; whether it does is the manager's to judge.
     known = bool(args.tls_cert) and not args.token_file
     token = os.environ.get("PENSTOCK_TOKEN", "").strip() if known else read_token(args.token_file)
@@ -145,13 +150,34 @@ def read_token(token_file: str | None) -> str:
     if token_file:
         try:
             token = Path(token_file).read_text().strip()
-        except OSError as error:
-            raise AuthError(f"the token file {token_file} can't be read: {error.strerror}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise AuthError(f"the token file {token_file} can't be read: {why}") from error
     else:
         token = os.environ.get("PENSTOCK_TOKEN", "").strip()
     if not token:
         raise AuthError("no token: set the environment variable PENSTOCK_TOKEN or give --token-file")
     return token
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError for one that no manager takes; said here, since an agent that is cut off dials again."""
+    from penstock.rollout.fleet import INSTANCE_NAME
+
+    if name and not INSTANCE_NAME.fullmatch(name):
+        raise ConfigError(
+            f"--name {name[:80]!r} is no name of an instance; use 1 to 64 letters, digits and any of ._:@-"
+        )
+
+
+def own_name(host: str, pid: int) -> str:
+    """What an instance is called that was given no name: host and process, within what managers take as a name."""
+    plain = re.sub(r"[^A-Za-z0-9._:@-]", "-", host).lstrip("._:@-") or "host"
+    most = MOST_NAME - len(f"-{pid}")
+    if len(plain) > most:
+        # What tells such hosts apart may be at either end.
+        plain = f"{plain[: most - 9]}-{hashlib.sha256(host.encode()).hexdigest()[:8]}"
+    return f"{plain}-{pid}"
 
 
 def _ways(text: str) -> tuple[str, ...]:
@@ -292,7 +318,7 @@ class _Machine:
             self._engine,
             args.manager,
             self._token,
-            args.name or f"{socket.gethostname()}-{os.getpid()}",
+            args.name or own_name(socket.gethostname(), os.getpid()),
             connections=args.connections,
             codec=args.weights_codec,
             keep_base=not args.no_weights_base,

@@ -140,7 +140,7 @@ class ManagedServer:
                 stdin=subprocess.PIPE,
                 stdout=log,  # The keeper's own words, should it fail itself.
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._dialect.environment(), **self._environment},
+                env={**without_tokens(os.environ), **self._dialect.environment(), **self._environment},
                 start_new_session=True,
             )
         deadline = time.monotonic() + self._start_s
@@ -204,6 +204,15 @@ class ManagedServer:
             except OSError as error:
                 return f"its log {path} can't be read: {error.strerror}"
         return f"log {self._log_path} ends: " + "\n".join(end.decode(errors="replace").splitlines()[-LOG_LINES:])
+
+
+def without_tokens(environment: Mapping[str, str]) -> dict[str, str]:
+    """A server has no business at any door of the run, and may print its environment."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not (name.startswith("PENSTOCK_") and name.endswith("TOKEN"))
+    }
 
 
 def checked_url(url: str) -> str:

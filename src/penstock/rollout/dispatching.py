@@ -69,7 +69,7 @@ class Dispatching:
             sample = self._tracker.hand_on(move.source, move.lease, move.target)
             if sample is not None:
                 self._balancing.moved(sample)
-                self._out.stop(self._fleet.peer_of(move.source), [move.lease], "given to another instance")
+                self._out.stop(self._fleet.peer_of(move.source), [move.lease])
                 taken.setdefault(move.source, []).append(sample)
                 given.setdefault(move.target, []).append(sample)
         for source, samples in taken.items():

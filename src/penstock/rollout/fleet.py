@@ -41,7 +41,7 @@ START_MOST_S = 3600.0
 RATE_MEMORY_S = 3.0
 """Time constant of an instance's smoothed token rate."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,63}")
+INSTANCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,63}")
 
 
 class State(enum.Enum):
@@ -223,7 +223,7 @@ class Fleet:
         """Raises WireError where the hello makes no sense or is not the first."""
         if instance.name:
             raise WireError("a second hello on one connection")
-        if not _NAME.fullmatch(frame.name):
+        if not INSTANCE_NAME.fullmatch(frame.name):
             raise WireError(f"an instance's name of {frame.name[:80]!r}; use 1 to 64 letters, digits and any of ._:@-")
         if not 0 < frame.max_running <= MAX_RUNNING_LIMIT or frame.max_context_tokens < 1:
             raise WireError(

@@ -13,6 +13,18 @@ from penstock.rollout.manager import Manager
 
 __all__ = ["Adoption", "fleet", "health", "instances", "metrics", "read_adoption", "samples", "status"]
 
+PAGES = """\
+A rollout manager of Penstock.
+
+GET  /status     the run at a glance, and what samples wait for
+GET  /instances  who is there, and who left last and why
+GET  /samples    samples by state, of each open batch and in all
+GET  /fleet      machines that were asked for, and what they cost
+GET  /metrics    for Prometheus
+GET  /healthz    whether it works; needs no token
+POST /instances  {"url": "http://127.0.0.1:8000", "engine": "vllm"} takes a server that has no agent
+POST /fleet/release  releases every machine
+"""
 ADOPTION_BYTES = 4096
 
 SAMPLE_STATES = ("queued", "placed", "running", "moving", "finished", "failed")

@@ -37,7 +37,7 @@ class JoinOrder:
     """Name of the run; a provisioner marks its machines with it, and lists those so marked."""
     manager_url: str
     """As machines reach it."""
-    token: str
+    token: str = field(repr=False)
     """An agent's. It belongs into an environment or a secret, never on a command line."""
     arguments: tuple[str, ...] = ()
     """Further words for `penstock join`."""

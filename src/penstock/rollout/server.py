@@ -56,7 +56,7 @@ class TlsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    token: str = ""
+    token: str = field(default="", repr=False)
     """Opens every door that has no token of its own."""
     tokens: Tokens = field(default_factory=Tokens)
     """The doors' own."""
@@ -121,6 +121,7 @@ class ManagerServer:
             [
                 web.get("/agent", self._agent),
                 web.get("/trainer", self._trainer),
+                web.get("/", self._pages),
                 web.get("/instances", self._instances),
                 web.post("/instances", self._adopt),
                 web.get("/samples", self._samples),
@@ -388,6 +389,9 @@ class ManagerServer:
         return cause
 
     # ---- operators
+
+    async def _pages(self, request: web.Request) -> web.Response:
+        return web.Response(text=operators.PAGES)
 
     async def _instances(self, request: web.Request) -> web.Response:
         return _json(operators.instances(self.manager, time.monotonic()))
