@@ -28,9 +28,10 @@ from penstock.weights import protocol as words
 from penstock.weights.addresses import parse_addresses
 from penstock.weights.manifest import Encoding
 from penstock.weights.memory import Recycled
-from penstock.weights.protocol import Way
+from penstock.weights.plan import check_tensors
+from penstock.weights.protocol import LinkLost, Way
 from penstock.weights.relay import Relay
-from penstock.weights.shm import PREFIX, SharedFetcher, SharedLender, SharedReader
+from penstock.weights.shm import PREFIX, SharedFetcher, SharedLender, SharedMapper
 from penstock.weights.tcp import TcpTransport
 from penstock.weights.tls_socket import relay_server_context
 from penstock.weights.transport import WayClosed
@@ -134,18 +135,24 @@ def left(folder: Path) -> list[Path]:
     return sorted(folder.glob(PREFIX + "*"))
 
 
-async def test_on_one_machine_chunks_come_out_of_the_stores_own_memory(tmp_path: Path) -> None:
+async def test_on_one_machine_a_version_is_seen_where_the_store_has_it(tmp_path: Path) -> None:
     async with store_of(0, 1, lenders=[SharedLender(tmp_path)]) as (store, address):
         transport = TcpTransport(TOKEN, fetchers=[SharedFetcher()])
         base = await fetch(address, 0, codec="raw", transport=transport)
         assert_whole(base, 0)
         assert base.way == "shm"
         assert store.counters().get("bytes", 0) == 0
-        assert store.counters()["chunks_by_shm"] == len(base.manifest.chunks)
+        assert store.counters()["lent_by_shm"] == 1
+        assert base.stream.readonly
+        store._versions[0].stream[100] ^= 1  # The same pages: what is written there is seen here.
+        with pytest.raises(WeightError, match="does not verify"):
+            check_tensors(base.manifest, dict(base.tensors))
+        store._versions[0].stream[100] ^= 1
         # What is encoded is in no shared memory, and comes by the connection.
         weights = await fetch(address, 1, codec="delta", base=base, transport=transport)
         assert_whole(weights, 1)
         assert codecs(weights) == ["delta:1"]
+        assert weights.way == "tcp (not by shm: this version does not lie there)"
         assert store.counters()["bytes"] == weights.bytes_fetched
         transport.close()
     assert left(tmp_path) == []
@@ -173,6 +180,82 @@ async def test_without_the_same_memory_it_comes_by_tcp_and_says_why(
         assert weights.way.startswith("tcp (not by shm: ")
         assert expected in weights.way
         transport.close()
+
+
+async def test_memory_that_a_reader_looks_at_is_not_used_again_before_it_lets_go(tmp_path: Path) -> None:
+    lender = SharedLender(tmp_path)
+    async with store_of(0, 1, keep_versions=1, lenders=[lender]) as (store, address):
+        transport = TcpTransport(TOKEN, fetchers=[SharedFetcher()])
+        held = await fetch(address, 1, codec="raw", transport=transport)
+        transport.close()
+        places = [lender.place(store._versions[1].stream)]
+        for version in range(2, 7):
+            await asyncio.to_thread(store.publish, version, tensors_of(version), CONFIG)
+            places.append(lender.place(store._versions[version].stream))
+        # Four versions went by, and the one that is looked at is what it was.
+        assert places[0] not in places[1:]
+        assert len(set(places)) < len(places)
+        check_tensors(held.manifest, dict(held.tensors))
+        assert_whole(held, 1)
+        del held
+        gc.collect()
+        assert len(left(tmp_path)) <= 4  # The proof, the newest version and two spares.
+    assert left(tmp_path) == []
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from penstock.weights.shm import SharedMapper
+view = SharedMapper(Path(sys.argv[1]).parent).map(sys.argv[1], 4096)
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_reader_that_is_killed_lets_go_of_the_memory(tmp_path: Path) -> None:
+    lender = SharedLender(tmp_path)
+    buffer = lender.buffer(4096)
+    assert buffer is not None
+    with pytest.raises(LinkLost, match="for another version"):
+        SharedMapper(tmp_path).map(lender.place(buffer), 4096)  # It is being written to.
+    lender.lend(buffer)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, lender.place(buffer)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"there\n"
+        assert not lender.claim(buffer)
+        holder.kill()
+    assert lender.claim(buffer)
+    lender.close()
+
+
+async def test_a_version_that_its_store_was_killed_with_is_still_there_for_who_looks_at_it(tmp_path: Path) -> None:
+    async with store_of(0, lenders=[SharedLender(tmp_path)]) as (_, address):
+        transport = TcpTransport(TOKEN, fetchers=[SharedFetcher()])
+        held = await fetch(address, 0, codec="raw", transport=transport)
+        transport.close()
+    assert left(tmp_path) == []
+    assert_whole(held, 0)
+
+
+async def test_a_base_that_is_seen_needs_no_copy_and_takes_differences(tmp_path: Path) -> None:
+    async with store_of(0, 1, lenders=[SharedLender(tmp_path)]) as (_, address):
+        near = WeightLoader(TOKEN, ways=["shm"], codec="auto", relay_port=0)
+        staged = await near.pull(address, 0, 30)
+        near.serves(staged)
+        assert staged.way == "shm"
+        # What is seen is passed on, too.
+        far = WeightLoader(TOKEN, codec="raw", relay_port=0)
+        assert_whole(await far.pull(address, 0, 30), 0)
+        assert near.relay is not None
+        assert near.relay.counters()["chunks"] > 0
+        far_off = TcpTransport(TOKEN)
+        assert_whole(await fetch(address, 1, codec="delta", base=staged, transport=far_off), 1)
+        far_off.close()
+        for loader in (near, far):
+            await loader.close()
 
 
 async def test_memory_that_vanishes_in_mid_pull_is_left_for_tcp(tmp_path: Path) -> None:
@@ -249,14 +332,13 @@ def test_what_a_killed_store_left_is_removed_by_the_next_and_what_a_living_one_h
 
 async def test_a_store_can_lead_a_reader_to_no_other_file(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(bytes(100))
-    reader = SharedReader(tmp_path)
+    mapper = SharedMapper(tmp_path)
     for place in (str(tmp_path / "secret"), f"{tmp_path}/../{PREFIX}x", f"/etc/{PREFIX}x"):
         with pytest.raises(WayClosed, match="no shared memory of a weight store"):
-            await reader.read_into(place, 0, memoryview(bytearray(4)))
+            mapper.map(place, 4)
     (tmp_path / f"{PREFIX}short").write_bytes(b"ab")
-    with pytest.raises(WayClosed, match="ends before the chunk does"):
-        await reader.read_into(str(tmp_path / f"{PREFIX}short"), 0, memoryview(bytearray(4)))
-    reader.close()
+    with pytest.raises(WayClosed, match="ends at 2, before the version does"):
+        mapper.map(str(tmp_path / f"{PREFIX}short"), 4)
     with pytest.raises(WayClosed, match="not to be seen"):
         SharedFetcher().open(Way("shm", str(tmp_path / "none"), "x"))
 

@@ -25,9 +25,12 @@ class RawLease:
         return self._held.manifest.chunks[index].nbytes
 
     def place(self, index: int, kind: str) -> tuple[str, int] | None:
-        lender = self._lenders.get(kind)
-        place = lender.place(self._held.stream) if lender is not None else ""
+        place = self.whole(kind)
         return (place, self._held.manifest.chunks[index].offset) if place else None
+
+    def whole(self, kind: str) -> str:
+        lender = self._lenders.get(kind)
+        return lender.place(self._held.stream) if lender is not None else ""
 
     async def chunk(self, index: int) -> Bytes:
         chunk = self._held.manifest.chunks[index]
@@ -50,6 +53,9 @@ class CodedLease:
 
     def place(self, index: int, kind: str) -> tuple[str, int] | None:
         return None
+
+    def whole(self, kind: str) -> str:
+        return ""
 
     async def chunk(self, index: int) -> Bytes:
         return self._chunks[index]

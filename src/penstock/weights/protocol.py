@@ -25,7 +25,7 @@ from penstock.errors import AuthError, FrameTooLarge, ProtocolMismatch, WeightEr
 from penstock.weights.manifest import Encoding
 
 MAGIC = "penstock-weights"
-PROTOCOL = 3
+PROTOCOL = 4
 NONCE_BYTES = 32
 MAX_MESSAGE_BYTES = 16 * 1024
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
@@ -169,6 +169,8 @@ class GetPlan(_Message, tag="get_plan"):
     """So many may follow the manifest without being asked for."""
     layout: Layout = Layout()
     """Of the engine behind the puller: what it would need if it were sent its part alone."""
+    by: str = ""
+    """The kind of way by which the puller can map a raw version whole; empty for none."""
 
 
 class Plan(_Message, tag="plan"):
@@ -181,6 +183,8 @@ class Plan(_Message, tag="plan"):
     """host:port of an instance that has, or is getting, the same encoding; empty for none."""
     pushed: int = 0
     """Chunks of the first step that follow, from the first on."""
+    place: str = ""
+    """Where the first step's bytes lie, in the words of the way asked for; empty: they are to be asked for."""
 
 
 class GetManifest(_Message, tag="get_manifest"):

@@ -137,6 +137,9 @@ class _RelayLease:
     def place(self, index: int, kind: str) -> tuple[str, int] | None:
         return None
 
+    def whole(self, kind: str) -> str:
+        return ""
+
     async def chunk(self, index: int) -> Bytes:
         passing = self._passing
         try:

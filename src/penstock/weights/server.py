@@ -92,6 +92,10 @@ class Lease(Protocol):
         """Where the chunk can be fetched by that way, and its offset there; None where it has to be sent."""
         ...
 
+    def whole(self, kind: str) -> str:
+        """Where all of the encoding's bytes lie, by that way; empty where they have to be fetched."""
+        ...
+
     async def chunk(self, index: int) -> Bytes:
         """The chunk as it goes on the wire. Raises NotReady where it does not come in time."""
         ...
@@ -287,11 +291,14 @@ class _Reader:
             steps = choose(offered.offers, offered.raw_nbytes, request.measured, request.codec).steps
         lease = await self._leased(steps[0], ask.wait_s)
         relay = self._relay_for(steps[0], request.relay_port)
-        pushed = 0 if relay else _pushed(lease, request.push_bytes)
+        place = lease.whole(request.by) if request.by else ""
+        pushed = 0 if relay or place else _pushed(lease, request.push_bytes)
         signed = lease.manifest
-        plan = Plan(steps=steps, nbytes=len(signed), xxh3=digest(signed), relay=relay, pushed=pushed)
+        plan = Plan(steps=steps, nbytes=len(signed), xxh3=digest(signed), relay=relay, pushed=pushed, place=place)
         await self._framed.send(encode_message(plan) + signed)
         self._shelf.count("manifests")
+        if place:
+            self._shelf.count(f"lent_by_{request.by}")
         for index in range(pushed):
             await self._send_chunk(lease, index)
 

@@ -1,4 +1,9 @@
-"""Shared memory on one host: a version lies in a file of /dev/shm, and a puller on the same machine reads it there.
+"""Shared memory on one host: a version lies in a file of /dev/shm, and a puller on the same machine maps it.
+
+Nothing is copied: the puller verifies the store's own pages and hands out views of them. For as long as a view is left
+the puller holds a read lock on the file. The store writes only to files on which it holds the write lock, which it
+drops when a version is whole: memory that somebody looks at is not used for another version, and a puller that is
+killed lets go of it as one that ends does.
 
 That both are on one machine is proved, not assumed: the puller says its kernel's boot id, and the store names a file
 whose content only it can have written; a puller that finds that content sees the same memory. (Two containers on one
@@ -9,7 +14,6 @@ the same user removes it. Files can be read by their owner alone.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import fcntl
@@ -17,18 +21,21 @@ import logging
 import mmap
 import os
 import secrets
+import struct
 import weakref
 from pathlib import Path
 
-from penstock.weights.protocol import Way
+from penstock.weights.protocol import LinkLost, Way
 from penstock.weights.transport import WayClosed
 
-__all__ = ["SHM_FOLDER", "SharedFetcher", "SharedLender"]
+__all__ = ["SHM_FOLDER", "SharedFetcher", "SharedLender", "SharedMapper"]
 
 SHM_FOLDER = Path("/dev/shm")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PREFIX = "penstock-version-"
 PROOF_BYTES = 32
+FLOCK = struct.Struct("@hhqqi4x")
+"""struct flock of 64-bit Linux: type, whence, start, length (0 for all), pid."""
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +56,8 @@ class SharedLender:
     def __init__(self, folder: Path = SHM_FOLDER) -> None:
         self._folder = folder
         self._boot_id = _boot_id()
-        self._names: dict[int, str] = {}
-        """By the buffer's identity, for as long as it lives."""
+        self._files: dict[int, tuple[str, int]] = {}
+        """Path and descriptor, by the buffer's identity, for as long as it lives."""
         self._full = False
         self._sweep()
         self._nonce = secrets.token_hex(PROOF_BYTES)
@@ -74,6 +81,7 @@ class SharedLender:
             try:
                 # Reserved, since a page that can't be had when it is written to would kill the process.
                 os.posix_fallocate(file, 0, nbytes)
+                _lock(file, fcntl.F_WRLCK)
                 mapped = mmap.mmap(file, nbytes)
             except BaseException:
                 _remove(path, file)
@@ -85,24 +93,28 @@ class SharedLender:
                 self._full = True
                 log.warning("weights are not in shared memory, %d bytes of it are not to be had: %s", nbytes, error)
             return None
-        self._names[id(mapped)] = str(path)
+        self._files[id(mapped)] = str(path), file
         weakref.finalize(mapped, self._forget, id(mapped), path, file)
         return memoryview(mapped)
 
     def lend(self, stream: memoryview) -> None:
-        pass
+        if id(stream.obj) in self._files:
+            _lock(self._files[id(stream.obj)][1], fcntl.F_UNLCK)
+
+    def claim(self, stream: memoryview) -> bool:
+        return id(stream.obj) not in self._files or _lock(self._files[id(stream.obj)][1], fcntl.F_WRLCK)
 
     def place(self, stream: memoryview) -> str:
-        return self._names.get(id(stream.obj), "")
+        return self._files.get(id(stream.obj), ("", -1))[0]
 
     def close(self) -> None:
         """Nobody finds the memory any more; who has it open keeps it."""
         self._finalizer()
-        for name in list(self._names.values()):
+        for name, _ in list(self._files.values()):
             Path(name).unlink(missing_ok=True)
 
     def _forget(self, key: int, path: Path, file: int) -> None:
-        self._names.pop(key, None)
+        self._files.pop(key, None)
         _remove(path, file)
 
     def _new(self) -> tuple[Path, int]:
@@ -138,7 +150,7 @@ class SharedFetcher:
     def says(self) -> str:
         return f"{self.kind}:{_boot_id()}"
 
-    def open(self, way: Way) -> SharedReader:
+    def open(self, way: Way) -> SharedMapper:
         proof = Path(way.where)
         try:
             file = os.open(proof, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -150,46 +162,46 @@ class SharedFetcher:
             raise WayClosed(f"the store's shared memory is not to be seen from here: {error}") from error
         if not way.proof or found != way.proof.encode():
             raise WayClosed(f"{proof} is not what this store has written: it is on another machine")
-        return SharedReader(proof.parent)
+        return SharedMapper(proof.parent)
 
 
-class SharedReader:
-    """Reads files of one folder into buffers, on threads: the kernel copies, with the interpreter's lock free."""
+class SharedMapper:
+    """Maps files of one folder, each locked against the store's writing for as long as a view of it is left."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._name = ""
-        self._file = -1
 
-    async def read_into(self, place: str, offset: int, into: memoryview) -> None:
-        if place != self._name:
-            self._open(place)
-        try:
-            await asyncio.to_thread(_read_all, self._file, offset, into)
-        except OSError as error:
-            raise WayClosed(f"shared memory {place} can't be read: {error}") from error
-
-    def close(self) -> None:
-        file, self._file, self._name = self._file, -1, ""
-        if file >= 0:
-            os.close(file)
-
-    def _open(self, place: str) -> None:
+    def map(self, place: str, nbytes: int) -> memoryview:
         path = Path(place)
         if path.parent != self._folder or not path.name.startswith(PREFIX):
             raise WayClosed(f"{place!r} is no shared memory of a weight store")
-        self.close()
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise WayClosed(f"shared memory {place} can't be opened: {error}") from error
-        self._name = place
+        try:
+            if (size := os.fstat(file).st_size) < nbytes:
+                raise WayClosed(f"shared memory {place} ends at {size}, before the version does at {nbytes}")
+            if not _lock(file, fcntl.F_RDLCK):
+                raise LinkLost(f"the store has taken {place} for another version")
+            # What is mapped refers to the same open file, and the lock goes with the last that does.
+            return memoryview(mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        except (OSError, ValueError) as error:
+            raise WayClosed(f"shared memory {place} can't be mapped: {error}") from error
+        finally:
+            os.close(file)
 
 
-def _read_all(file: int, offset: int, into: memoryview) -> None:
-    filled = 0
-    while filled < len(into):
-        got = os.preadv(file, [into[filled:]], offset + filled)
-        if not got:
-            raise OSError(errno.ENODATA, "it ends before the chunk does")
-        filled += got
+def _lock(file: int, kind: int) -> bool:
+    """Takes (F_RDLCK, F_WRLCK) or drops (F_UNLCK) the open file's lock; False where another's is in the way.
+
+    A lock of an open file description (Linux): held until the last descriptor and mapping made of it is gone, however
+    that came, also between two users within one process. Independent of flock's, which says that the store lives.
+    """
+    try:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True

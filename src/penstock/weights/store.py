@@ -24,7 +24,7 @@ from penstock.weights.addresses import advertised, format_address, listen, outwa
 from penstock.weights.encodings import Estimate, can_zipnn, encode, estimate
 from penstock.weights.leases import CodedLease, RawLease
 from penstock.weights.manifest import Encoding, Manifest, TensorEntry, encode_manifest, sign_manifest
-from penstock.weights.memory import host_buffer, usable_cores
+from penstock.weights.memory import usable_cores
 from penstock.weights.offers import codecs_of, offers_of
 from penstock.weights.plan import CODECS, tensor_offsets
 from penstock.weights.protocol import GetOffers, NoSuchVersion, NotReady, Offers, Way
@@ -41,6 +41,7 @@ from penstock.weights.published import (
 )
 from penstock.weights.quantization import SCHEME_DTYPES, quantize
 from penstock.weights.server import Door, Lease, serve
+from penstock.weights.spares import Spares
 from penstock.weights.transport import Lender
 
 STOP_S = 5.0
@@ -98,7 +99,6 @@ class WeightStore:
         """By version and scheme, as far as somebody has asked."""
         self._deltas_wanted: set[str] = set()
         """Codecs."""
-        self._spare: memoryview | None = None
         self._counts: Counter[str] = Counter()
         self._cores = threads or usable_cores()
         self._publishing = ThreadPoolExecutor(1, "weight-publish")
@@ -109,6 +109,7 @@ class WeightStore:
         self._stop: asyncio.Event | None = None
         self._closed = False
         self._lenders = {lender.kind: lender for lender in lenders}
+        self._spares = Spares(lenders)
 
     def start(self) -> str:
         """Listens and returns the address that agents pull from. Raises PortInUse, or WeightError for a bad host."""
@@ -174,7 +175,7 @@ class WeightStore:
         try:
             entries, sources = described(tensors)
             offsets = tensor_offsets(entries)
-            stream = self._buffer(offsets[-1])
+            stream = self._spares.buffer(offsets[-1])
             for start, source in zip(offsets, sources):
                 copy_into(stream[start : start + len(source)], source)
             for lender in self._lenders.values():
@@ -238,8 +239,9 @@ class WeightStore:
         for place, version in enumerate(held[:-1]):
             over = len(held) - place > self._keep_versions or (self._keep_bytes and nbytes > self._keep_bytes)
             if over and not self._versions[version].readers:
-                self._spare = self._versions.pop(version).stream
-                nbytes -= self._spare.nbytes
+                stream = self._versions.pop(version).stream
+                nbytes -= stream.nbytes
+                self._spares.put(stream)
         self._collect_coded()
 
     def _collect_coded(self) -> None:
@@ -267,15 +269,6 @@ class WeightStore:
         for version, scheme in list(self._quantized):
             if version not in self._versions and self._quantized[version, scheme].done():
                 del self._quantized[version, scheme]
-
-    def _buffer(self, nbytes: int) -> memoryview:
-        """Memory for a version: that of the last one collected where it fits, since fresh pages cost far more."""
-        with self._lock:
-            spare, self._spare = self._spare, None
-        if spare is not None and spare.nbytes == nbytes:
-            return spare
-        lent = (lender.buffer(nbytes) for lender in self._lenders.values())
-        return next((buffer for buffer in lent if buffer is not None), None) or host_buffer(nbytes)
 
     def _code_ahead(self, before: Manifest, now: Manifest) -> None:
         """Begins the difference that agents will ask for; the lock is held by the caller."""

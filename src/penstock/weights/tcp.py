@@ -54,7 +54,7 @@ from penstock.weights.protocol import (
     refusal,
 )
 from penstock.weights.tls_socket import TlsSocket, relay_client_context
-from penstock.weights.transport import CONNECT_S, Fetcher, Planned, Reader, WayClosed, WeightLink
+from penstock.weights.transport import CONNECT_S, Fetcher, Mapper, Planned, Reader, WayClosed, WeightLink
 
 IO_S = 20.0
 """A peer that moves no byte for so long is given up."""
@@ -276,8 +276,11 @@ class TcpLink:
         self._carrier = carrier
         self._by = ""
         self._reader: Reader | None = None
+        self._mapper: Mapper | None = None
         self._on_closed: Callable[[str], None] = lambda cause: None
         self._not_by: dict[str, str] = {}
+        self._lent = False
+        """Whether the version last planned lies where this end can map it."""
         self.ways: tuple[Way, ...] = ()
         self.kept = False
         self.round_trip_s = 0.0
@@ -288,8 +291,10 @@ class TcpLink:
 
     @property
     def way(self) -> str:
+        if self._reader is not None or self._lent:
+            return self._by
         causes = "; ".join(f"not by {kind}: {cause}" for kind, cause in self._not_by.items())
-        return self._by or (f"{self._carrier} ({causes})" if causes else self._carrier)
+        return f"{self._carrier} ({causes})" if causes else self._carrier
 
     async def shake_hands(self, token: str, ways: tuple[str, ...] = (), binding: bytes = b"") -> None:
         nonce = os.urandom(NONCE_BYTES)
@@ -310,22 +315,40 @@ class TcpLink:
             raise TokenRefused(f"the weight store at {self._source} does not hold this run's token")
         self.ways = accepted.ways
 
-    def go_by(self, kind: str, reader: Reader, on_closed: Callable[[str], None]) -> None:
-        """From now on chunks come by `reader` where the store lends them; `on_closed` hears why they no longer do."""
-        self._by, self._reader, self._on_closed = kind, reader, on_closed
+    def go_by(self, kind: str, opened: Reader | Mapper, on_closed: Callable[[str], None]) -> None:
+        """From now on bytes come by `opened` where the store lends them; `on_closed` hears why they no longer do."""
+        self._by, self._on_closed = kind, on_closed
+        if isinstance(opened, Mapper):
+            self._mapper = opened
+        else:
+            self._reader = opened
 
     def not_by(self, kind: str, cause: str) -> None:
         self._not_by[kind] = cause
 
     async def plan(self, ask: GetPlan) -> Planned:
-        # A way of its own needs no bytes on the connection before it.
-        if self._reader is not None:
+        if self._mapper is not None:
+            ask = msgspec.structs.replace(ask, by=self._by)
+        elif self._reader is not None:
+            # A way of its own needs no bytes on the connection before it.
             ask = msgspec.structs.replace(ask, push_bytes=0)
         reply = await self._ask(ask, ask.ask.wait_s)
         if not isinstance(reply, Plan) or not reply.steps:
             raise BadMessage(f"{self._source} answered a request for a plan with {type(reply).__name__}")
         manifest = await self._manifest(reply.nbytes, reply.xxh3, reply.steps[0])
-        return Planned(reply.steps, manifest, reply.relay, reply.pushed)
+        if self._mapper is not None:
+            self._lent = bool(reply.place)
+            self._not_by[self._by] = "this version does not lie there"
+        return Planned(reply.steps, manifest, reply.relay, reply.pushed, reply.place if self._mapper else "")
+
+    async def mapped(self, place: str, nbytes: int) -> memoryview:
+        if self._mapper is None:
+            raise BadMessage(f"{self._source} names a place, and was asked for none")
+        try:
+            return await asyncio.to_thread(self._mapper.map, place, nbytes)
+        except WayClosed as error:
+            self._on_closed(str(error))
+            raise LinkLost(str(error)) from error
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
         reply = await self._ask(GetManifest(encoding=encoding, wait_s=wait_s, relay_port=relay_port), wait_s)
@@ -334,7 +357,8 @@ class TcpLink:
         return await self._manifest(reply.nbytes, reply.xxh3, encoding), reply.relay
 
     async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
-        await self._framed.send(encode_message(GetChunks(encoding=encoding, indices=tuple(indices), by=self._by)))
+        by = "" if self._reader is None else self._by
+        await self._framed.send(encode_message(GetChunks(encoding=encoding, indices=tuple(indices), by=by)))
 
     async def chunk_into(self, index: int, into: memoryview) -> None:
         reply = await self._reply()

@@ -1,17 +1,18 @@
 """How weights reach a puller: the seams between what is said and how bytes move. No sockets and no policy here.
 
 One connection to the source (TCP, or TLS) carries requests, manifests and, where both ends have nothing faster, the
-chunks. A faster way moves the chunks alone: the store lends the memory that a version lies in (`Lender`), a ChunkReply
-says where in it a chunk is, and the puller fetches it from there (`Fetcher`, `Reader`). The kinds in use are those
-that both ends have, the puller's first choice before others; each falls back to the connection, with the cause kept
-for people to read. Bytes are believed by their checksums, whichever way they came.
+chunks. A faster way moves the bytes alone: the store lends the memory that a version lies in (`Lender`), and the puller
+(`Fetcher`) either maps that memory as the Plan names it (`Mapper`), or fetches each chunk from where a ChunkReply says
+that it is (`Reader`). The kinds in use are those that both ends have, the puller's first choice before others; each
+falls back to the connection, with the cause kept for people to read. Bytes are believed by their checksums, whichever
+way they came.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from penstock.errors import WeightError
 from penstock.weights.manifest import Encoding
@@ -21,6 +22,7 @@ __all__ = [
     "CONNECT_S",
     "Fetcher",
     "Lender",
+    "Mapper",
     "Planned",
     "Reader",
     "WayClosed",
@@ -46,6 +48,8 @@ class Planned:
     """host:port of an instance that has, or is getting, the same encoding; empty for none."""
     pushed: int = 0
     """Chunks of the first step, from the first on, that are to be read from this link as if asked for."""
+    place: str = ""
+    """Where the first step's bytes lie whole, for `WeightLink.mapped`; empty where they have to be fetched."""
 
 
 class WeightLink(Protocol):
@@ -72,6 +76,10 @@ class WeightLink(Protocol):
 
     async def plan(self, ask: GetPlan) -> Planned:
         """The way to the version that is asked for; waits for one that is being published."""
+        ...
+
+    async def mapped(self, place: str, nbytes: int) -> memoryview:
+        """The bytes at a plan's `place`, read-only, not verified yet; nobody writes there while a view is left."""
         ...
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
@@ -101,6 +109,16 @@ class WeightTransport(Protocol):
         ...
 
 
+@runtime_checkable
+class Mapper(Protocol):
+    """The puller's end of a way to memory that it can see."""
+
+    def map(self, place: str, nbytes: int) -> memoryview:
+        """Read-only; not written to by the store while a view is left. Raises WayClosed, or LinkLost where the store
+        has given the place to another version meanwhile."""
+        ...
+
+
 class Reader(Protocol):
     """The puller's end of a way that is open."""
 
@@ -121,7 +139,7 @@ class Fetcher(Protocol):
         """For the Hello: the kind, and what a store needs to know of this end. Raises WayClosed."""
         ...
 
-    def open(self, way: Way) -> Reader:
+    def open(self, way: Way) -> Reader | Mapper:
         """Raises WayClosed where `way` does not lead to the store's memory."""
         ...
 
@@ -141,7 +159,11 @@ class Lender(Protocol):
         ...
 
     def lend(self, stream: memoryview) -> None:
-        """A version's bytes are about to be served from here."""
+        """A version's bytes are about to be served from here; nobody writes to them until `claim` says yes."""
+        ...
+
+    def claim(self, stream: memoryview) -> bool:
+        """Takes memory back, to be written to; False where a puller still looks at it, which may be for long."""
         ...
 
     def place(self, stream: memoryview) -> str:

@@ -1,0 +1,43 @@
+"""Memory of versions that a store has collected, used again for those to come: fresh pages cost far more than a copy.
+
+Decides which memory may be written to; a lender says whether somebody still looks at it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from penstock.weights.memory import host_buffer
+from penstock.weights.transport import Lender
+
+__all__ = ["Spares"]
+
+MOST = 2
+"""One for the next version, and one that slow readers still look at."""
+
+
+class Spares:
+    """May be called from any thread. What it lets go of lives on for as long as a puller looks at it."""
+
+    def __init__(self, lenders: Iterable[Lender]) -> None:
+        self._lenders: Sequence[Lender] = tuple(lenders)
+        self._lock = threading.Lock()
+        self._held: list[memoryview] = []
+
+    def put(self, stream: memoryview) -> None:
+        """Memory of a version that nobody can ask for any more."""
+        with self._lock:
+            self._held = [*self._held, stream][-MOST:]
+
+    def buffer(self, nbytes: int) -> memoryview:
+        """Memory to write a version of `nbytes` to, used or fresh; a lender's own where one has any."""
+        with self._lock:
+            # A model does not change its size: memory of another is of no more use.
+            self._held = [spare for spare in self._held if spare.nbytes == nbytes]
+            for spare in self._held:
+                if all(lender.claim(spare) for lender in self._lenders):
+                    self._held = [other for other in self._held if other is not spare]
+                    return spare
+        lent = (lender.buffer(nbytes) for lender in self._lenders)
+        return next((buffer for buffer in lent if buffer is not None), None) or host_buffer(nbytes)
