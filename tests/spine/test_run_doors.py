@@ -214,8 +214,6 @@ def test_tls_files_that_do_not_make_sense_together_are_refused(tls: dict[str, st
         RunConfig.model_validate(LEAST | {"tls": tls})
 
 
-def test_weights_that_are_passed_on_in_the_clear_are_refused_where_the_run_has_tls() -> None:
-    tls = {"cert": "c", "key": "k"}
-    RunConfig.model_validate(LEAST | {"tls": tls})
-    with pytest.raises(ValueError, match=r"weights\.relay passes weights on without TLS"):
-        RunConfig.model_validate(LEAST | {"tls": tls, "weights": {"relay": True}})
+def test_weights_may_be_passed_on_where_the_run_has_tls() -> None:
+    config = RunConfig.model_validate(LEAST | {"tls": {"cert": "c", "key": "k"}, "weights": {"relay": True}})
+    assert config.weights.relay

@@ -131,6 +131,8 @@ async def disturb(
 ) -> Disturbed:
     """Runs a batch undisturbed and again, killing `victim` once it has drawn `after_tokens` tokens of it."""
     engine = house.processes.engines[victim]
+    # One that is still starting would find that the others have done its part.
+    await house.until(lambda: house.processes.engines.keys() <= _ready(house), "all engines ready", 120.0)
     began = time.monotonic()
     quiet = await house.finish(batch, await house.submit(batch, asked, samples_per_prompt, sampling))
     quiet_s = time.monotonic() - began
@@ -155,6 +157,10 @@ async def disturb(
         tokens_drawn_twice=(engine.tokens_generated() or 0) - sum(event.tokens_accepted for event in gone),
         noticed_s=gone[-1].ts - killed_at,
     )
+
+
+def _ready(house: House) -> set[str]:
+    return {event.name for event in house.events_of(InstanceChanged) if event.after == "ready"}
 
 
 def _gone(house: House, name: str) -> list[InstanceChanged]:
