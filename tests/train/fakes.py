@@ -33,6 +33,7 @@ class FakeRollout:
     cancel_s: float = 0.0
     published: list[int] = field(default_factory=list)
     batches: dict[str, tuple[int, Sampling, list[int]]] = field(default_factory=dict)
+    prompts: dict[str, list[Prompt]] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
     steps_reported: list[tuple[int, float, float, float]] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
@@ -57,8 +58,9 @@ class FakeRollout:
     ) -> None:
         assert version in self.published
         self.batches[batch] = (version, sampling, [prompt.index for prompt in prompts])
+        self.prompts[batch] = list(prompts)
         samples = [
-            make_finished(batch, prompt.index, replica, version)
+            make_finished(batch, prompt.index, replica, version, sampling.max_new_tokens)
             for prompt in prompts
             for replica in range(samples_per_prompt)
         ]
@@ -99,9 +101,9 @@ class FakeRollout:
         listener.on_done(BatchDone(batch=batch, samples=len(samples), failed=0, tokens=0))
 
 
-def make_finished(batch: str, prompt: int, replica: int, version: int) -> FinishedSample:
+def make_finished(batch: str, prompt: int, replica: int, version: int, max_tokens: int = 8) -> FinishedSample:
     chance = random.Random(f"{batch}/{prompt}.{replica}")
-    length = chance.randint(1, 8)
+    length = min(chance.randint(1, 8), max_tokens)
     return FinishedSample(
         prompt=prompt,
         replica=replica,

@@ -12,6 +12,7 @@ import torch
 from fakes import FakeRollout, FakeScorer, FakeStore, StepPrompts
 
 from penstock.config.run import RunConfig
+from penstock.environments import Environment, EnvironmentHost
 from penstock.sample import Prompt, Sample
 from penstock.train.actor import Actor
 from penstock.train.advantages import get_advantage
@@ -48,6 +49,7 @@ def make_run(model_folder: Path, tmp_path: Path) -> Iterator[MakeRun]:
         Prompt(k, word, tokenizer.encode(f"Say: {word}"), {"answer": word}, f"words:{k}")
         for k, word in enumerate(["sun", "moon", "a", "horse", "zebra", "x-ray", "tree", "house"])
     ]
+    hosts: list[EnvironmentHost] = []
     with EdgeLoop() as edge:
 
         def make(
@@ -63,6 +65,8 @@ def make_run(model_folder: Path, tmp_path: Path) -> Iterator[MakeRun]:
             sampling: Mapping[str, Any] | None = None,
             observe: Mapping[str, Any] | None = None,
             window: str | float = "off",
+            environment: Environment | None = None,
+            talk: Mapping[str, Any] | None = None,
             **train: Any,
         ) -> Run:
             config = RunConfig.model_validate(
@@ -78,6 +82,7 @@ def make_run(model_folder: Path, tmp_path: Path) -> Iterator[MakeRun]:
                     },
                     "manager": {"reconnect_s": 0},
                     "reward": {"unscored": unscored, "timeout_s": 0.1},
+                    "environment": {"timeout_s": 10.0, **(talk or {})},
                     "observe": observe or {},
                     "train": {
                         "steps": 2,
@@ -97,6 +102,10 @@ def make_run(model_folder: Path, tmp_path: Path) -> Iterator[MakeRun]:
                     model_folder, config.train, total_optimizer_steps=total, horizon_tokens=8, dtype="float32"
                 )
             run = Run(None, rollout or FakeRollout(), scorer or FakeScorer(), FakeStore())  # type: ignore[arg-type]
+            host = None
+            if environment is not None:
+                host = EnvironmentHost(environment, vocab_size=64, timeout_s=config.environment.timeout_s)
+                hosts.append(host)
             ports = TrainerPorts(
                 rollout=run.rollout,
                 scorer=run.scorer,
@@ -112,11 +121,14 @@ def make_run(model_folder: Path, tmp_path: Path) -> Iterator[MakeRun]:
                 record_samples=lambda step, samples: run.recorded.append((step, list(samples))),
                 checkpoints=checkpoints or Checkpoints(tmp_path / "checkpoints", 2),
                 watch=watch,
+                environment=host,
             )
             run.trainer = Trainer(config, Learner(config, made, critic), ports, start_step=start_step)
             return run
 
         yield make
+    for host in hosts:
+        host.close()
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
