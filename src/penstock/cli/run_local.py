@@ -44,6 +44,7 @@ from penstock.rollout.doors import Role, Tokens
 from penstock.sample import Prompt
 from penstock.train.checkpoint import Checkpoints, find_checkpoint, read_position
 from penstock.train.edge import EdgeLoop
+from penstock.train.export import export_model
 from penstock.train.learner import Learner
 from penstock.train.loop import Trainer, TrainerPorts
 from penstock.train.preflight import check as preflight
@@ -64,9 +65,10 @@ GOODBYE_S = 2.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def run(config: RunConfig, resume: str | None) -> int:
+def run(config: RunConfig, resume: str | None, *, eval_only: bool = False) -> int:
     """Trains as `config` says, in a new folder or, with `resume` (a folder, or `latest`), in that run's own.
 
+    With `eval_only` it evaluates, in a new folder, the checkpoint that `resume` names, or the model as it is.
     Of ranks that torchrun started, the first one does all that; the others learn with it.
     """
     with _interruptible(), contextlib.closing(Ranks.from_environment()) as ranks:
@@ -74,17 +76,25 @@ def run(config: RunConfig, resume: str | None) -> int:
             follow(config, ranks)
             return 0
         preflight(config)
-        checkpoint = _checkpoint(config, find_run(config, resume)) if resume else None
-        folder = checkpoint.parent.parent if checkpoint else make_folder(config)
+        if eval_only:
+            if not config.data.eval:
+                raise ConfigError("--eval-only: data.eval is empty, so there is nothing to evaluate on")
+            checkpoint = _checkpoint_to_evaluate(config, resume) if resume else None
+        else:
+            checkpoint = _checkpoint(config, find_run(config, resume)) if resume else None
+        folder = checkpoint.parent.parent if checkpoint and not eval_only else make_folder(config)
         with locked(folder):
-            return _Run(config, folder, checkpoint, ranks).carry_out()
+            return _Run(config, folder, checkpoint, ranks, eval_only).carry_out()
 
 
 class _Run:
     """One run from its first event to its summary."""
 
-    def __init__(self, config: RunConfig, folder: Path, checkpoint: Path | None, ranks: Ranks) -> None:
+    def __init__(
+        self, config: RunConfig, folder: Path, checkpoint: Path | None, ranks: Ranks, eval_only: bool = False
+    ) -> None:
         self.config = config
+        self.eval_only = eval_only
         self.ranks = ranks
         self.folder = folder
         self.checkpoint = checkpoint
@@ -203,6 +213,10 @@ class _Run:
             decoder=tokenizer,
             prompts=_Prompts(train_prompts.prompts, order),
             eval_prompts=eval_prompts.prompts,
+            eval_sets={
+                prompt.index: config.data.eval[origin].label
+                for prompt, origin in zip(eval_prompts.prompts, eval_prompts.origins, strict=True)
+            },
             stop_ids=stop_ids(base, tokenizer),
             edge=edge,
             eval_scorer=eval_scorer,
@@ -215,7 +229,10 @@ class _Run:
         )
         trainer = Trainer(config, learner, ports, start_step=start_step)
         try:
-            trainer.run()
+            if self.eval_only:
+                trainer.evaluate()
+            else:
+                trainer.run()
         except BaseException as error:
             if isinstance(error, RolloutError):
                 processes.settle_manager()
@@ -226,11 +243,21 @@ class _Run:
                 processes.check_manager()
             raise
         learner.end()
+        if not self.eval_only:
+            self._export()
         watch.finish()
         fleet.release()
         # Here and not with the rest: the manager still tells what it had of each engine when that one said goodbye.
         processes.stop_engines()
         self._wait_for_goodbyes(set(processes.engines))
+
+    def _export(self) -> None:
+        """The last checkpoint as a model folder. It can be made again, so that its failure spoils nothing."""
+        try:
+            model = export_model(find_checkpoint(self.folder), self.folder / "model")
+            self._say(f"the trained model is in {model}")
+        except PenstockError as error:
+            self._emit(events.Warned(ts=time.time(), where="export", message=str(error)))
 
     def _model_and_prompts(self, held_out: frozenset[str]) -> tuple[Path, PromptSet, PromptSet, Any]:
         said = 0.0
@@ -449,6 +476,12 @@ def _checkpoint(config: RunConfig, folder: Path) -> Path:
             "raise train.steps to go on"
         )
     return path
+
+
+def _checkpoint_to_evaluate(config: RunConfig, resume: str) -> Path:
+    """The very checkpoint that is named, or the latest of the run that is. Raises CheckpointError."""
+    named = Path(resume)
+    return find_checkpoint(named if named.parent.name == "checkpoints" else find_run(config, resume))
 
 
 def held_out_questions(config: RunConfig) -> frozenset[str]:

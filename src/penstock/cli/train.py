@@ -14,10 +14,15 @@ TAKES_OVERRIDES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "penstock train FILE... [--dry-run] [--resume DIR|latest] [--KEY=VALUE ...]"
+    parser.usage = "penstock train FILE... [--dry-run] [--resume DIR|latest] [--eval-only] [--KEY=VALUE ...]"
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="configuration in TOML")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("--resume", metavar="DIR|latest", help="go on from a run's last checkpoint")
+    parser.add_argument(
+        "--eval-only",
+        action="store_true",
+        help="only evaluate, in a folder of its own: the model, or with --resume a run's checkpoint",
+    )
     parser.add_argument("--help-config", action="store_true", help="list every key with its default and meaning")
 
 
@@ -35,4 +40,4 @@ def main(args: argparse.Namespace) -> int:
         return 0
     from penstock.cli.run_local import run
 
-    return run(config, args.resume)
+    return run(config, args.resume, eval_only=args.eval_only)

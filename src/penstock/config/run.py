@@ -7,6 +7,7 @@ messages that name the key, the value and what is allowed.
 from __future__ import annotations
 
 import math
+from pathlib import PurePath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -35,6 +36,12 @@ class SourceConfig(_Section):
     """First item seed of a reasoning-gym task: item i uses seed + i, so keep ranges of two sources far apart."""
     options: dict[str, str | int | float | bool | list[int] | list[float] | list[str]] = {}
     """Options of a reasoning-gym task."""
+    name: str = ""
+    """What a held-out set is called where its accuracy is told; by default after its `path`."""
+
+    @property
+    def label(self) -> str:
+        return self.name or PurePath(self.path).stem or self.kind
 
 
 class DataConfig(_Section):
@@ -148,6 +155,10 @@ class RolloutConfig(_Section):
     sampling: SamplingConfig = SamplingConfig()
     eval_sampling: SamplingConfig | None = None
     """For evaluation; by default greedy with the same token limit."""
+    eval_samples: int = Field(default=1, ge=1)
+    """Answers to each held-out question. More than one, for pass@k, need an `eval_sampling` above temperature 0."""
+    eval_k: list[int] = [1, 4, 8]
+    """The k of pass@k; those above `eval_samples` are left out."""
     engines: EngineConfig = EngineConfig()
     window: Literal["off", "auto"] | float = "off"
     """Engines that share the trainer's own devices generate for a window of each step, then hand over to training: for
@@ -167,6 +178,17 @@ class RolloutConfig(_Section):
     its first has `--engine-start-s` more."""
     stall_s: float = Field(default=300, gt=0)
     """An instance that has work and gives no token for so long is given up, even where it says that it lives."""
+
+    @model_validator(mode="after")
+    def _answers_differ(self) -> RolloutConfig:
+        if self.eval_samples > 1 and (self.eval_sampling is None or self.eval_sampling.temperature == 0):
+            raise ValueError(
+                f"rollout.eval_samples={self.eval_samples}: greedy answers to one question are all the same; give "
+                "rollout.eval_sampling a temperature above 0"
+            )
+        if any(k < 1 for k in self.eval_k):
+            raise ValueError(f"rollout.eval_k={self.eval_k}: each must be at least 1")
+        return self
 
     @field_validator("window")
     @classmethod

@@ -46,6 +46,8 @@ class PromptSet:
     """Rows left out, by cause."""
     questions: frozenset[str] = frozenset()
     """The questions as text, to keep another set free of them."""
+    origins: tuple[int, ...] = ()
+    """Of each prompt the number of its source."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -68,7 +70,8 @@ def load_prompts(
     prompts: list[Prompt] = []
     questions: set[str] = set()
     skipped: Counter[str] = Counter()
-    for row in (row for source in sources for row in read_source(source)):
+    origins: list[int] = []
+    for origin, row in ((origin, row) for origin, source in enumerate(sources) for row in read_source(source)):
         question = question_text(row.question)
         if question in exclude:
             skipped["asked in evaluation too"] += 1
@@ -82,11 +85,12 @@ def load_prompts(
             skipped[f"longer than {options.max_prompt_tokens} tokens"] += 1
             continue
         questions.add(question)
+        origins.append(origin)
         prompts.append(Prompt(len(prompts), text, token_ids, row.fields, row.where))
     if not prompts and skipped:
         causes = ", ".join(f"{count} {cause}" for cause, count in skipped.items())
         raise DataError(f"no prompts are left: {causes}")
-    return PromptSet(prompts, dict(skipped), frozenset(questions))
+    return PromptSet(prompts, dict(skipped), frozenset(questions), tuple(origins))
 
 
 def load_train_and_eval(options: DataOptions, tokenizer: Tokenizer) -> tuple[PromptSet, PromptSet]:

@@ -40,12 +40,31 @@ class StepFinished(_Event, tag="step_finished"):
     metrics: dict[str, float]
 
 
+class EvaluatedSet(msgspec.Struct, kw_only=True, frozen=True):
+    """What the answers to a set of held-out questions came to. Answers without a score are left out and counted."""
+
+    accuracy: float
+    """Mean over questions of the share of a question's answers that are right."""
+    questions: int
+    """With at least one answer that has a score."""
+    asked: int
+    unscored: int
+    """Answers."""
+    pass_at: dict[int, float] = {}
+    """k to the mean of pass@k over the questions with at least k answers that have a score."""
+    short: dict[int, int] = {}
+    """k to the number of questions that had fewer."""
+
+
 class Evaluated(_Event, tag="evaluated"):
     step: int
     weight_version: int
     accuracy: float
     questions: int
     wall_s: float
+    whole: EvaluatedSet | None = None
+    sets: dict[str, EvaluatedSet] = {}
+    """The same of each set that has a name."""
 
 
 class InstanceChanged(_Event, tag="instance_changed"):

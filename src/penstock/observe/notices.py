@@ -185,8 +185,8 @@ def _say_of_run(event: Event) -> tuple[str, Mood] | None:
             return f"waiting for {what}; {_count(samples, 'sample')} to go", "trouble"
         case events.WaitingOver(waited_s=waited_s):
             return f"the wait is over after {waited_s:.1f} s", "good"
-        case events.Evaluated(step=step, accuracy=accuracy, questions=questions):
-            return f"held-out accuracy {accuracy:.3f} after {_count(step, 'step')}, {questions:,} questions", "good"
+        case events.Evaluated():
+            return _say_evaluated(event), "good"
         case events.ManagerChanged(state=state, cause=cause, wait_s=wait_s):
             if state == "back":
                 return f"the manager is back after {wait_s:.1f} s", "good"
@@ -269,3 +269,15 @@ def _signal_name(number: int) -> str:
 def _trim(names: OrderedDict[str, Any]) -> None:
     while len(names) > NAMES_KEPT:
         names.popitem(last=False)
+
+
+def _say_evaluated(event: events.Evaluated) -> str:
+    said = f"held-out accuracy {event.accuracy:.3f} after {_count(event.step, 'step')}, {event.questions:,} questions"
+    more = []
+    if event.whole is not None:
+        more += [f"pass@{k} {value:.3f}" for k, value in sorted(event.whole.pass_at.items()) if k > 1]
+    if len(event.sets) > 1:
+        more += [f"{name} {found.accuracy:.3f}" for name, found in event.sets.items()]
+    if event.whole is not None and event.whole.unscored:
+        more.append(f"{_count(event.whole.unscored, 'answer')} unscored")
+    return f"{said} ({', '.join(more)})" if more else said

@@ -69,14 +69,23 @@ class Batches:
         return self._submit(f"train-{step}", version, prompts, packer, kept=bool(every) and step % every == 0)
 
     def submit_evaluation(self, step: int, version: int) -> Intake:
-        """Sends the held-out questions, one sample each, by the path of any other batch."""
+        """Sends the held-out questions, by the path of any other batch."""
         kept = bool(self._config.observe.samples_every)
         prompts = self._ports.eval_prompts
+        samples = self._config.rollout.eval_samples
+        packer = Packer(
+            groups_expected=len(prompts),
+            samples_per_prompt=samples,
+            mini_batch_groups=len(prompts),
+            min_samples=len(prompts) * samples,
+            # What is known of a question counts; how much is missing is told beside it.
+            unscored="drop_sample",
+        )
         return self._submit(
             f"eval-{step}",
             version,
             prompts,
-            self._single(prompts),
+            packer,
             kept=kept,
             scorer=self._ports.eval_scorer,
             sampling=self._eval_sampling,

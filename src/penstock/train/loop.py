@@ -19,6 +19,7 @@ from penstock.observe import events
 from penstock.sample import Group
 from penstock.train.batches import Batches
 from penstock.train.checkpoint import Position
+from penstock.train.evaluation import evaluate
 from penstock.train.intake import Intake
 from penstock.train.learner import Learner, Steps
 from penstock.train.losses import steered_kl_coef
@@ -76,15 +77,18 @@ class Trainer:
         self.publish()
         while self.step < self.config.train.steps:
             self.train_step()
-        with self._batches.cancelled_on_error():
-            self._publishing.settle(self.ports.watch)
-            self._finish_evaluation(self._start_evaluation())
+        self._evaluate_now()
         self._saving.last(self._position)
         if not self._groups_learned_from:
             raise RewardError(
                 "no group of the whole run could be scored, so nothing was learned; events.jsonl has the causes "
                 "(`unscorable`)"
             )
+
+    def evaluate(self) -> None:
+        """Evaluates the weights as they are, and nothing else."""
+        self.publish()
+        self._evaluate_now()
 
     def save_where_stopped(self) -> None:
         """After a run broke off: saves the step boundary that it stands at, if that is not on the disk already.
@@ -199,20 +203,27 @@ class Trainer:
         return step % every == 0 if every else step == 0
 
     def _start_evaluation(self) -> Intake | None:
-        """Sends the held-out questions to the engines, greedy and one sample each, by the path of any other batch."""
+        """Sends the held-out questions to the engines, by the path of any other batch."""
         if not self.ports.eval_prompts:
             return None
         return self._batches.submit_evaluation(self.step, self.version)
 
+    def _evaluate_now(self) -> None:
+        with self._batches.cancelled_on_error():
+            self._publishing.settle(self.ports.watch)
+            self._finish_evaluation(self._start_evaluation())
+
     def _finish_evaluation(self, intake: Intake | None) -> None:
-        """Waits for an evaluation's answers. Accuracy is the share of scored ones with a score of 1 or more."""
+        """Waits for an evaluation's answers, and tells what they came to (`evaluation`)."""
         if intake is None:
             return
-        values = [value_of(group.samples[0]) for group in intake.take(whole=True, watch=self.ports.watch)]
+        ports, rollout = self.ports, self.config.rollout
+        groups = intake.take(whole=True, watch=ports.watch)
         self._batches.release(intake)
         self._record_samples(intake)
         self._report_unscored(intake)
-        if not values:
+        found = evaluate(groups, ports.eval_prompts, ports.eval_sets, rollout.eval_samples, rollout.eval_k)
+        if found.whole is None:
             self._warn("evaluation", f"no answer of {intake.batch} could be scored; accuracy is not known")
             return
         self.ports.emit(
@@ -220,9 +231,11 @@ class Trainer:
                 ts=time.time(),
                 step=self.step,
                 weight_version=self.version,
-                accuracy=sum(value >= 1.0 for value in values) / len(values),
-                questions=len(values),
+                accuracy=found.whole.accuracy,
+                questions=found.whole.questions,
                 wall_s=intake.rollout_s,
+                whole=found.whole,
+                sets=found.sets,
             )
         )
 

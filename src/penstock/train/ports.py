@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.environments import EnvironmentHost
@@ -157,6 +157,8 @@ class TrainerPorts:
     checkpoints: Checkpoints
     record_samples: RecordSamples = lambda step, samples: None
     """`record_samples(step, samples)`: a few samples, training's or an evaluation's, for people to read."""
+    eval_sets: Mapping[int, str] = field(default_factory=dict)
+    """Names of the sets that held-out prompts are of, by the prompt's index."""
     eval_scorer: SampleScorer | None = None
     """Scores held-out answers; None: `scorer` does."""
     environment: EnvironmentHost | None = None
