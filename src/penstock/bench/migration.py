@@ -132,7 +132,7 @@ async def disturb(
     """Runs a batch undisturbed and again, killing `victim` once it has drawn `after_tokens` tokens of it."""
     engine = house.processes.engines[victim]
     # One that is still starting would find that the others have done its part.
-    await house.until(lambda: house.processes.engines.keys() <= _ready(house), "all engines ready", 120.0)
+    await house.until(lambda: house.processes.engines.keys() <= _were_ready(house), "all engines ready", 120.0)
     began = time.monotonic()
     quiet = await house.finish(batch, await house.submit(batch, asked, samples_per_prompt, sampling))
     quiet_s = time.monotonic() - began
@@ -159,7 +159,7 @@ async def disturb(
     )
 
 
-def _ready(house: House) -> set[str]:
+def _were_ready(house: House) -> set[str]:
     return {event.name for event in house.events_of(InstanceChanged) if event.after == "ready"}
 
 
