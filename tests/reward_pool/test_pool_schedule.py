@@ -42,19 +42,19 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     def make(self, share: float, reserve: int, money: float | None) -> None:
         budgets = {"hedge_share": share, "retry_share": 0.5, "retry_reserve": reserve, "max_spend": money}
         self.options = PoolOptions(hedge_after_s=0.5, attempts=3, max_queued=50, **budgets)  # type: ignore[arg-type]
-        self.scheduler = Scheduler(
-            [
-                Endpoint("http://a", models=("m", "both"), concurrency=2, price_per_request=0.5),
-                Endpoint("http://b", models=("both", "tokens"), requests_per_minute=60, burst=2),
-                Endpoint("http://c", models=("tokens", "both"), tokens_per_minute=600),
-            ],
-            self.options,
-        )
+        self.endpoints = [
+            Endpoint("http://a", models=("m", "both"), concurrency=2, price_per_request=0.5),
+            Endpoint("http://b", models=("both", "tokens"), requests_per_minute=60, burst=2),
+            Endpoint("http://c", models=("tokens", "both"), tokens_per_minute=600),
+        ]
+        self.scheduler = Scheduler(self.endpoints, self.options)
         self.now = 0.0
         self.jobs: dict[int, Job] = {}
         self.live: list[Attempt] = []
         self.ended: dict[int, str] = {}
-        self.starts: list[list[float]] = [[], [], []]
+        self.all_tokens_count = True
+        """Nothing has been turned away: what is, gives its tokens back."""
+        self.starts: dict[str, list[tuple[float, float]]] = {endpoint.url: [] for endpoint in self.endpoints}
 
     def _end(self, attempt: Attempt, outcome: Outcome) -> None:
         self.live.remove(attempt)
@@ -68,7 +68,8 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             self.live.append(attempt)
             if attempt.job.model == "m" and not attempt.hedge:
                 self._nobody_was_due_before(attempt.job)
-            self.starts[self.scheduler.places.index(attempt.place)].append(self.now)
+            assert not attempt.place.retired
+            self.starts[attempt.place.endpoint.url].append((self.now, attempt.job.tokens))
         for job in self.scheduler.take_finished():
             assert job.number not in self.ended, "resolved twice"
             assert job.state is State.RESOLVED
@@ -92,12 +93,16 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         except QueueFull:
             assert self.scheduler.waiting >= 50
             return
+        except NoEndpoint:
+            assert not any(place.endpoint.serves(model) for place in self.scheduler.places if not place.retired)
+            return
         self.jobs[job.number] = job
         self._settle()
 
     @rule(data=st.data(), outcome=st.sampled_from([DONE, DONE, BROKEN, AWAY, Outcome(Kind.FINAL, "400", 400)]))
     def answer(self, data: st.DataObject, outcome: Outcome) -> None:
         if self.live:
+            self.all_tokens_count &= outcome is not AWAY
             self._end(data.draw(st.sampled_from(self.live)), outcome)
             self._settle()
 
@@ -110,6 +115,12 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
                 self._end(attempt, Outcome(Kind.CANCELLED))
             self.ended[job.number] = "cancelled"
             self._settle()
+
+    @rule(declared=st.sampled_from(["abc", "abc", "ab", "bc", "cab"]))
+    def reload(self, declared: str) -> None:
+        """An endpoint that leaves finishes what it has; one that comes back has not forgotten what it was sent."""
+        self.scheduler.redeclare([self.endpoints["abc".index(name)] for name in declared], self.options, self.now)
+        self._settle()
 
     @rule(seconds=st.sampled_from([0.01, 0.3, 1.0, 70.0]))
     def wait(self, seconds: float) -> None:
@@ -124,11 +135,15 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
 
     @invariant()
     def no_declared_limit_is_exceeded(self) -> None:
-        assert self.scheduler.places[0].admission.in_flight <= 2
-        starts = self.starts[1][-100:]
+        assert sum(1 for attempt in self.live if attempt.place.endpoint.url == "http://a") <= 2
+        starts = [at for at, _ in self.starts["http://b"][-100:]]
         for n, start in enumerate(starts):
             assert sum(1 for at in starts[n:] if at < start + 60.0) <= 60
             assert sum(1 for at in starts[n:] if at <= start + 1.0) <= 3
+        sent = self.starts["http://c"][-100:]
+        for n, (start, _) in enumerate(sent):
+            if self.all_tokens_count:
+                assert sum(tokens for at, tokens in sent[n:] if at < start + 60.0) <= 600
 
     @invariant()
     def every_job_is_somewhere_and_only_there(self) -> None:
@@ -154,6 +169,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         """Left alone with endpoints that work, every job ends."""
         if not hasattr(self, "scheduler"):
             return
+        self.reload("abc")
         for _ in range(2000):
             if len(self.ended) == len(self.jobs):
                 break
@@ -300,6 +316,24 @@ def test_a_job_that_runs_as_its_model_is_taken_out_may_end_well_and_is_not_tried
     scheduler.report(attempt, outcome, 1.0)
     assert scheduler.take_finished() == [job]
     assert type(job.error) is error
+
+
+def test_an_endpoint_that_is_taken_out_and_declared_again_knows_what_it_was_sent() -> None:
+    """A name mistyped in a pool's file and mended a moment later must not double a limit."""
+    limited = Endpoint("http://a", requests_per_minute=2, burst=2)
+    scheduler = Scheduler([limited], PoolOptions())
+    for n in range(3):
+        scheduler.submit(n, 0.0)
+    for attempt in scheduler.dispatch(0.0):
+        scheduler.report(attempt, DONE, 0.1)
+    scheduler.redeclare([Endpoint("http://a", name="typo", models=("none",)), Endpoint("http://b")], PoolOptions(), 1.0)
+    (elsewhere,) = scheduler.dispatch(1.0)
+    assert elsewhere.place.endpoint.url == "http://b"
+    scheduler.redeclare([limited], PoolOptions(), 2.0)
+    scheduler.submit("late", 2.0, deadline=900.0)
+    assert scheduler.dispatch(2.0) == []
+    assert scheduler.wake_at(2.0) >= 60.0
+    assert len(scheduler.dispatch(61.0)) == 1
 
 
 def test_a_dead_endpoint_costs_each_job_at_most_one_attempt_and_few_jobs_any() -> None:

@@ -77,15 +77,32 @@ def test_processes_score_as_well(files: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"response": "a"}\n[1]\n', "answers.jsonl:2: not a JSON object"),
+        ('\n[1]\n{"respo', "answers.jsonl:2: the line is not a JSON object"),
         ('{"answer": "a"}\n', "answers.jsonl:1: 'response' is None; it must be text"),
         ("\n", "holds no samples"),
     ],
 )
-def test_a_wrong_line_is_named(files: Path, capsys: pytest.CaptureFixture[str], text: str, says: str) -> None:
+def test_a_file_without_any_sample_is_refused_and_its_first_line_named(
+    files: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
     (files / "answers.jsonl").write_text(text)
     assert score(files) == 1
     assert says in capsys.readouterr().err
+
+
+def test_a_broken_line_costs_no_other_its_score(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = (files / "answers.jsonl").read_text().splitlines()
+    (files / "answers.jsonl").write_text("\n".join([whole[0], "[1]", '{"response": 5}', whole[1][:9], whole[4]]))
+    for _ in range(2):
+        assert score(files) == 0
+        got = results(files)
+        assert [got[n].get("score") for n in range(1, 6)] == [0.0, None, None, None, 0.0]
+        assert got[2]["unscored"].startswith("the line is not a JSON object: Expected `object`, got `array`")
+        assert got[3]["unscored"] == "'response' is 5; it must be text"
+        assert "2 of 5 scored" in capsys.readouterr().out
+    (files / "answers.jsonl").write_text("\n".join([whole[0], whole[1], '{"response": 5}', whole[2], whole[4]]))
+    assert score(files, "--retry-unscored") == 0
+    assert "4 of 5 scored" in capsys.readouterr().out, "what is mended is scored where it is asked for"
 
 
 def test_other_files_are_not_written_over(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

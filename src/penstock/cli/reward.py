@@ -1,9 +1,10 @@
 """`penstock reward score FILE`: scores a JSONL of answers with a reward function, and can be stopped and resumed.
 
 Each line is an object with `response` and whatever the function reads from `sample.row`; `prompt` is the text the model
-saw. Results go to another JSONL, one line as each is known: `{"line", "score", "parts"}` or `{"line", "unscored"}`. Run
-again, it goes on with the lines that have no result yet; a last line cut off by a crash is dropped and scored again.
-With `--retry-unscored` lines without a score are scored again as well; the last result of a line counts.
+saw. A line that is none is unscored, like a sample that can't be scored. Results go to another JSONL, one line as each
+is known: `{"line", "score", "parts"}` or `{"line", "unscored"}`. Run again, it goes on with the lines that have no
+result yet; a last line cut off by a crash is dropped and scored again. With `--retry-unscored` lines without a score
+are scored again as well; the last result of a line counts.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 HELP = "score a JSONL of answers with a reward function"
 MOST_CAUSES = 10
 CAUSE_CHARACTERS = 200
+VALUE_CHARACTERS = 80
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,35 +72,42 @@ def read_options(text: str) -> dict[str, Any]:
         raise ConfigError(f"--options {text!r}: must be a JSON object: {error}") from None
 
 
-def read_samples(file: Path) -> dict[int, Sample]:
-    """Line number -> sample.
+def read_samples(file: Path) -> dict[int, Sample | Unscored]:
+    """Line number -> sample, or why the line is none: one broken line costs no other its score.
 
     Raises:
-        DataError: the file can't be read, holds nothing, or a line is no object with a `response`; names the line.
+        DataError: the file can't be read, or holds no line that can be scored; names the first.
     """
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
         raise DataError(f"{file}: can't be read: {error.strerror}") from None
-    samples = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{file}:{number}"
-        try:
-            row = msgspec.json.decode(line, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DataError(f"{where}: not a JSON object: {error}") from None
-        response, prompt = row.get("response"), row.get("prompt", "")
-        if not isinstance(response, str):
-            raise DataError(f"{where}: 'response' is {response!r}; it must be text")
-        text = prompt if isinstance(prompt, str) else msgspec.json.encode(prompt).decode()
-        asked = Prompt(number, text, (), row, where)
-        sample = SampleId(file.stem, number, 0)
-        samples[number] = Sample(sample, asked, array("i"), array("f"), (), Finish.STOP, response)
+    samples = {n: _sample(file, n, line) for n, line in enumerate(lines, 1) if line.strip()}
     if not samples:
         raise DataError(f"{file}: holds no samples")
+    if not any(isinstance(sample, Sample) for sample in samples.values()):
+        number, wrong = next(iter(samples.items()))
+        assert isinstance(wrong, Unscored)
+        raise DataError(f"{file}:{number}: {wrong.cause}")
     return samples
+
+
+def _sample(file: Path, number: int, line: bytes) -> Sample | Unscored:
+    try:
+        row = msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return Unscored(f"the line is not a JSON object: {error}")
+    response, prompt = row.get("response"), row.get("prompt", "")
+    if not isinstance(response, str):
+        return Unscored(f"'response' is {_shown(response)}; it must be text")
+    text = prompt if isinstance(prompt, str) else msgspec.json.encode(prompt).decode()
+    asked = Prompt(number, text, (), row, f"{file}:{number}")
+    return Sample(SampleId(file.stem, number, 0), asked, array("i"), array("f"), (), Finish.STOP, response)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= VALUE_CHARACTERS else text[: VALUE_CHARACTERS - 1] + "…"
 
 
 def read_results(out: Path) -> dict[int, dict[str, Any]]:
@@ -131,7 +140,9 @@ def read_results(out: Path) -> dict[int, dict[str, Any]]:
     return known
 
 
-async def _score(args: argparse.Namespace, samples: dict[int, Sample], out: Path, known: dict[int, Any]) -> int:
+async def _score(
+    args: argparse.Namespace, samples: dict[int, Sample | Unscored], out: Path, known: dict[int, Any]
+) -> int:
     from penstock.reward import Scorer
 
     left = [number for number in samples if number not in known]
@@ -155,7 +166,8 @@ async def _score(args: argparse.Namespace, samples: dict[int, Sample], out: Path
             async def work() -> None:
                 nonlocal done, total, scored
                 for number in following:
-                    result = await scorer.score(samples[number])
+                    sample = samples[number]
+                    result = sample if isinstance(sample, Unscored) else await scorer.score(sample)
                     _write(file, out, number, result)
                     done += 1
                     if isinstance(result, Score):

@@ -119,7 +119,7 @@ class Place:
 
     def redeclare(self, endpoint: Endpoint, options: PoolOptions, now: float) -> None:
         """Takes over another declaration of the same label; attempts in flight cost what they were to cost."""
-        self.endpoint = endpoint
+        self.endpoint, self.retired = endpoint, False
         self.priced = self.priced or _priced(endpoint)
         self.admission.redeclare(endpoint, options, now)
 

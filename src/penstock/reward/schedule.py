@@ -59,6 +59,8 @@ class Scheduler:
         self.hedges = 0
         self.ledger = Ledger(options.max_spend)
         self.closed = False
+        self._left: dict[str, Place] = {}
+        """Places taken out by reloads, by their labels: one that is declared again knows what it was sent before."""
         self._numbers = itertools.count()
         self._routes: dict[tuple[int, ...], Route] = {}
         self._route_of: dict[str, Route] = {}
@@ -356,20 +358,20 @@ class Scheduler:
 
         Waiting jobs are led anew; one whose model nobody serves any more fails with `NoEndpoint`.
         """
-        kept = {place.endpoint.label: place for place in self.places if not place.retired}
+        known = self._left | {place.endpoint.label: place for place in self.places}
         places = []
         for endpoint in endpoints:
-            place = kept.pop(endpoint.label, None)
+            place = known.pop(endpoint.label, None)
             if place is None:
                 place = Place(endpoint, options)
             else:
                 place.redeclare(endpoint, options, now)
             places.append(place)
-        leaving = [place for place in self.places if place.retired or place in kept.values()]
-        for place in leaving:
+        for place in known.values():
             place.retired = True
         waiting = [job for route in self._routes.values() for job in route.queue]
-        self.places = places + [place for place in leaving if place.admission.in_flight]
+        self.places = places + [place for place in known.values() if place.admission.in_flight]
+        self._left = known
         self.options = options
         self.ledger.max_spend = options.max_spend
         self.budget.redeclare(options.retry_share, options.retry_reserve)
