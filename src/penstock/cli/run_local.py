@@ -25,6 +25,7 @@ from penstock import __version__
 from penstock.cli.run_doors import RunDoors, how_to_join, tokens_of
 from penstock.cli.run_fleet import RunFleet, fleet_file
 from penstock.cli.run_folder import find_run, locked, make_folder
+from penstock.cli.run_reward_model import open_model_scorer
 from penstock.cli.run_watch import RunWatch
 from penstock.config.run import RunConfig
 from penstock.data import PromptOrder, PromptSet, load_train_and_eval, question_text, read_source
@@ -47,6 +48,7 @@ from penstock.train.edge import EdgeLoop
 from penstock.train.export import export_model
 from penstock.train.learner import Learner
 from penstock.train.loop import Trainer, TrainerPorts
+from penstock.train.ports import SampleScorer
 from penstock.train.preflight import check as preflight
 from penstock.train.processes import FLEET_FILE, LocalProcesses
 from penstock.train.ranks import Ranks
@@ -307,9 +309,14 @@ class _Run:
             self._say(f"resumed from {self.checkpoint}")
         return learner, position
 
-    def _scorers(self, edge: EdgeLoop, parts: contextlib.ExitStack) -> tuple[Scorer, Scorer]:
+    def _scorers(self, edge: EdgeLoop, parts: contextlib.ExitStack) -> tuple[SampleScorer, Scorer]:
         """The reward's, and evaluation's apart from it, so that replacing the reward never replaces the yardstick."""
         reward = self.config.reward
+        if reward.model.path:
+            model = open_model_scorer(self.config, edge, parts)
+            parts.callback(self._closed_in_time, edge, model.close, "the reward model's scorer")
+            given = (reward.eval_function, reward.eval_options) if reward.eval_function else None
+            return model, self._scorer(*(given or (reward.function, reward.options)), edge, parts)
         scorer = self._scorer(reward.function, reward.options, edge, parts)
         if not reward.eval_function or (reward.eval_function, reward.eval_options) == (reward.function, reward.options):
             return scorer, scorer
@@ -326,6 +333,7 @@ class _Run:
                 processes=reward.processes,
                 timeout_s=reward.timeout_s,
                 concurrency=reward.concurrency,
+                threads=self.config.cluster.execute_threads,
                 output=self.folder / "logs" / "reward.log",
             )
             await scorer.start()

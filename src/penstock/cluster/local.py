@@ -85,15 +85,16 @@ class _Process:
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> None:
-        """Ends the process and what it started, at once."""
+        """Ends the process and what it started, at once. Only the first time: its number may be another's by then."""
+        if self._life < 0:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(CLOSE_TIMEOUT_S)
         self.socket.close()
-        if self._life >= 0:
-            os.close(self._life)
-            self._life = -1
+        os.close(self._life)
+        self._life = -1
 
 
 class LocalWorkers(Workers):

@@ -129,6 +129,7 @@ class RayWorkers(Workers):
         roles: Mapping[str, type],
         pool: ResourcePool | int,
         *,
+        gpus: float = 0,
         arguments: Mapping[str, Mapping[str, Any]] | None = None,
         name: str = "workers",
         environment: Mapping[str, str] | None = None,
@@ -137,14 +138,14 @@ class RayWorkers(Workers):
     ) -> None:
         """Starts the actors and returns when all have made their objects. `put_bytes`: batches from this size are put.
 
-        `pool`: a number means so many bundles of one CPU, given back by `close`.
+        `pool`: a number means so many bundles of one CPU and `gpus`, given back by `close`.
 
         `environment`: variables of the actors, set before the classes are made, besides RANK and WORLD_SIZE. Raises
         WorkerFailed, CallTimeout.
         """
-        self._own_pool = ResourcePool(pool, timeout_s=start_timeout_s) if isinstance(pool, int) else None
-        pool = self._own_pool if self._own_pool is not None else pool
-        assert isinstance(pool, ResourcePool)
+        self._own_pool: ResourcePool | None = None
+        if isinstance(pool, int):
+            pool = self._own_pool = ResourcePool(pool, gpus=gpus, timeout_s=start_timeout_s)
         super().__init__(name, len(pool.bundles), dict(roles))
         self._ray = the_ray()
         self._put_bytes = put_bytes

@@ -15,7 +15,7 @@ from penstock.cluster.execute import DEFAULT, parse_execute
 from penstock.cluster.group import CALL_TIMEOUT_S, WorkerGroup
 from penstock.cluster.local import LocalWorkers
 from penstock.cluster.pool import PoolStats, SubmitPool
-from penstock.cluster.ray_actors import RayWorkers, ResourcePool
+from penstock.cluster.ray_actors import RayWorkers, ResourcePool, the_ray
 from penstock.cluster.workers import Workers
 
 EXECUTE_THREADS = 8
@@ -64,16 +64,23 @@ class Cluster:
         worker: type | Mapping[str, type],
         pool: ResourcePool | int,
         *,
+        gpus: float = 0,
         arguments: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         name: str = "",
     ) -> RayWorkers:
-        """Starts Ray actors, one for each bundle of the pool (a number: so many bundles of one CPU). As `local`.
+        """Starts Ray actors, one for each bundle of the pool (a number: so many of one CPU and `gpus`). As `local`.
 
-        Raises MissingExtra, WorkerFailed, CallTimeout.
+        Joins the Ray cluster that RAY_ADDRESS names, or starts one here and ends it with this. Raises MissingExtra,
+        WorkerFailed, CallTimeout.
         """
+        ray = the_ray()
+        if not ray.is_initialized():
+            ray.init(include_dashboard=False)
+            self._parts.callback(ray.shutdown)
         roles, given = _roles(worker, arguments)
-        workers = RayWorkers(roles, pool, arguments=given, name=name or "+".join(roles), environment=environment)
+        named = name or "+".join(roles)
+        workers = RayWorkers(roles, pool, gpus=gpus, arguments=given, name=named, environment=environment)
         self._parts.callback(workers.close)
         return workers
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from penstock.cluster.errors import ClusterError
 from penstock.cluster.execute import parse_execute
 from penstock.config.fleet import FleetConfig
+from penstock.config.reward_model import RewardModelConfig
 
 
 class _Section(BaseModel):
@@ -305,6 +306,7 @@ class RewardConfig(_Section):
     """Async reward calls in flight."""
     unscored: Literal["drop_group", "drop_sample"] = "drop_group"
     """What becomes of a group with an unscored member. Never zero."""
+    model: RewardModelConfig = RewardModelConfig()
 
     @model_validator(mode="after")
     def _whose_options(self) -> RewardConfig:
@@ -340,12 +342,13 @@ class EnvironmentConfig(_Section):
 
 
 class ClusterConfig(_Section):
-    """How a controller calls its workers (docs/cluster.md)."""
+    """How the run's workers are called: those of `reward.model` (docs/cluster.md)."""
 
     execute_mode: str = "all"
     """How calls are launched: `all` in turn, `all_multithread` from a pool of threads, or on `rank_zero` alone."""
     execute_threads: int = Field(default=8, ge=1)
-    """Threads of the pool that launches calls, and of the one for rewards."""
+    """Threads of the pool that launches calls, of the one for rewards, and most that synchronous reward functions run
+    on in `reward.mode="thread"`."""
 
     @field_validator("execute_mode")
     @classmethod

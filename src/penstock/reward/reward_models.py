@@ -12,7 +12,6 @@ samples Unscored with the cause. Request and answer, as the servers have them:
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -23,20 +22,15 @@ from penstock.reward.batching import batched
 from penstock.reward.functions import normalise
 from penstock.reward.options import factory
 from penstock.reward.pool import ComputePool
+from penstock.reward.shown import Text, Unshowable, shown
 from penstock.sample import Sample, Score, Unscored
 
 __all__ = ["sglang_classify", "vllm_classify", "vllm_score"]
 
 T = TypeVar("T")
 Pool = ComputePool | str | os.PathLike[str]
-Text = str | Callable[[Sample], str]
 Reward = Callable[[Sample], Awaitable[Score | Unscored]]
-PLACE = re.compile(r"\{(prompt|response|row\.([A-Za-z0-9_]+))\}")
 CHARACTERS_PER_TOKEN = 4
-
-
-class _Unshowable(Exception):
-    """A sample lacks what the text is made of."""
 
 
 class _Class(msgspec.Struct):
@@ -134,7 +128,7 @@ def vllm_score(
     number = batched(max_items=max_items, max_tokens=max_tokens, wait_ms=wait_ms, tokens=_tokens)(call)
 
     async def of_sample(sample: Sample) -> float:
-        return await number((_shown(text, sample), _shown(answer, sample)))
+        return await number((shown(text, sample), shown(answer, sample)))
 
     return _reward(of_sample, scale, offset)
 
@@ -182,7 +176,7 @@ def _classified(
     """One of the numbers that a classifier has for what a sample is shown as."""
 
     async def of_sample(sample: Sample) -> float:
-        return _one_of(await numbers(_shown(text, sample)), label)
+        return _one_of(await numbers(shown(text, sample)), label)
 
     return of_sample
 
@@ -194,7 +188,7 @@ def _reward(number: Callable[[Sample], Awaitable[float]], scale: float, offset: 
     async def reward(sample: Sample) -> Score | Unscored:
         try:
             raw = await number(sample)
-        except _Unshowable as error:
+        except Unshowable as error:
             return Unscored(f"reward model: {error}")
         except PoolError as error:
             return Unscored(f"reward model: {type(error).__name__}: {error}")
@@ -226,21 +220,6 @@ def _one_of(numbers: list[float], label: int | None) -> float:
     if not 0 <= label < len(numbers):
         raise PoolError(f"label = {label}, and the model has {len(numbers)} outputs")
     return numbers[label]
-
-
-def _shown(text: Text, sample: Sample) -> str:
-    if not isinstance(text, str):
-        return text(sample)
-
-    def filled(place: re.Match[str]) -> str:
-        if place[1] == "response":
-            return sample.response
-        value = sample.prompt.text if place[1] == "prompt" else sample.row.get(place[2])
-        if value is None or value == "":
-            raise _Unshowable(f"the sample has no {place[1]}, which the text needs")
-        return str(value)
-
-    return PLACE.sub(filled, text)
 
 
 def _tokens(item: str | tuple[str, ...]) -> float:

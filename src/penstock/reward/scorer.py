@@ -49,6 +49,7 @@ class Scorer:
         processes: int = 2,
         timeout_s: float = 30.0,
         concurrency: int = 256,
+        threads: int = INLINE_THREADS,
         output: Path | None = None,
     ) -> None:
         """Modes as in `reward.mode`; `thread` is another name for `inline`. `process` and `ray` load the function in
@@ -56,6 +57,7 @@ class Scorer:
 
         `function`: an import path or a file with a name (`load_function`); inline mode takes a loaded one as well.
         `options`: of a function that is named, as in `reward.options`; they cross to processes as JSON.
+        `threads`: for synchronous functions of inline mode.
         `output`: file that the first traceback of each distinct fault is added to and, in process mode, what the
         function prints.
         """
@@ -68,10 +70,10 @@ class Scorer:
         self._given_up: set[asyncio.Task[Score | Unscored]] = set()
         self._processes: VerifierProcesses | RayVerifiers | None = None
         self._threads: VerifierThreads | None = None
-        if not timeout_s > 0 or processes < 1 or concurrency < 1:
+        if not timeout_s > 0 or processes < 1 or concurrency < 1 or threads < 1:
             raise RewardError(
-                f"timeout_s = {timeout_s:g} must be above 0, processes = {processes} and concurrency = {concurrency} "
-                "at least 1"
+                f"timeout_s = {timeout_s:g} must be above 0, processes = {processes}, concurrency = {concurrency} and "
+                f"threads = {threads} at least 1"
             )
         concurrency = 1 if mode == "sync" else concurrency
         self._slots = asyncio.Semaphore(concurrency)
@@ -93,7 +95,7 @@ class Scorer:
             return
         self._function = load_function(function, options) if isinstance(function, str) else function
         if not self._function.is_async:
-            threads = min(INLINE_THREADS, concurrency)
+            threads = min(threads, concurrency)
             self._threads = VerifierThreads(self._function.call, threads, timeout_s, faults=self._faults)
 
     async def start(self) -> None:
