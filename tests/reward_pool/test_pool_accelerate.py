@@ -393,6 +393,62 @@ async def test_each_call_is_told() -> None:
     assert all(seconds >= 0 for _, seconds, _ in told)
 
 
+async def test_a_listener_that_raises_takes_no_answer_away(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("listener")
+
+    asked, plain = failing(0, KeyError("x"), [])
+    assert await accelerate(on_call=broken)(asked)(1) == 1
+    assert accelerate(on_call=broken)(plain)(2) == 2
+    assert caplog.text.count("on_call raised") == 2
+
+
+@pytest.mark.parametrize("option", ["key", "priority"])
+def test_a_key_or_priority_that_fails_is_the_callers_error_and_no_call(option: str) -> None:
+    def broken(x: int) -> float:
+        raise KeyError("no such host")
+
+    for function in failing(0, KeyError("x"), []):
+        made = accelerate(concurrency=1, **{option: broken})(function)
+        with pytest.raises(KeyError, match="no such host"):
+            asyncio.run(made(1)) if inspect.iscoroutinefunction(function) else made(1)
+        assert (made.stats.calls, made.stats.running) == (0, 0)
+    with pytest.raises(ConfigError, match="priority = nan: must be a finite number"):
+        accelerate(concurrency=1, priority=lambda x: float("nan"))(failing(0, KeyError("x"), [])[1])(1)
+
+
+def test_a_waiter_whose_loop_was_closed_keeps_no_turn_from_the_others() -> None:
+    release = threading.Event()
+
+    @accelerate(concurrency=1)
+    def work(x: int) -> int:
+        release.wait(60)
+        return x
+
+    answers: list[int] = []
+    holder = threading.Thread(target=lambda: answers.append(work(1)), daemon=True)
+    holder.start()
+    while work.stats.running < 1:
+        time.sleep(0.001)
+
+    turn = work.turns.wait(None, time.monotonic(), 0.0, closed_loops_wake())
+    after = threading.Thread(target=lambda: answers.append(work(2)), daemon=True)
+    after.start()
+    while work.turns.waiting < 2:
+        time.sleep(0.001)
+    release.set()
+    holder.join(60)
+    after.join(60)
+    assert answers == [1, 2]
+    assert turn.left
+
+
+def closed_loops_wake():
+    loop = asyncio.new_event_loop()
+    loop.close()
+    return lambda: loop.call_soon_threadsafe(print)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -404,6 +460,8 @@ async def test_each_call_is_told() -> None:
         {"burst": 3},
         {"hedge_share": 2},
         {"hedge_after_s": 0},
+        {"priority": float("nan")},
+        {"priority": "high"},
     ],
 )
 def test_impossible_options_are_refused(options: dict) -> None:

@@ -14,6 +14,7 @@ import asyncio
 import dataclasses
 import functools
 import inspect
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Hashable
@@ -30,6 +31,7 @@ from penstock.reward.waiting import HELD, enter, wait, wait_sync
 
 __all__ = ["Accelerated", "Stats", "accelerate"]
 
+_LOG = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -101,12 +103,15 @@ def accelerate(
         hedge_share: second starts, as a share of all calls.
         concurrency, requests_per_minute, burst: limits for each key.
         key: `key(*args, **kwargs)` names the limit that a call counts against; idle keys are forgotten.
-        priority: number, or `priority(*args, **kwargs)`; who waits with a higher one goes first.
+        priority: finite number, or `priority(*args, **kwargs)`; who waits with a higher one goes first.
         default: returned instead of raising; a callable is called (and awaited) to make it.
         retry_on: exception types that are worth another attempt, whatever `classify` says.
         classify: `classify(error)` returns a `Kind`, or None to leave it to the built-in rules.
-        on_call: `on_call(outcome, seconds, error)` after each call; outcome is "done", "failed" or "late".
+        on_call: `on_call(outcome, seconds, error)` after each call; outcome is "done", "failed" or "late". What
+            it raises is logged.
         name: how a file's `[functions.NAME]` calls it (`reload_functions`); the function's own name if empty.
+
+    A call raises what `key` or `priority` raise, and ConfigError for a priority that is no finite number.
 
     Raises:
         ConfigError: an option is impossible.
@@ -147,7 +152,10 @@ def _ended(options: CallOptions, stats: Stats, call: Call, error: BaseException 
     stats.end(error)
     if options.on_call is not None:
         outcome = "done" if error is None else "late" if isinstance(error, DeadlinePassed) else "failed"
-        options.on_call(outcome, clock() - call.began, error)
+        try:
+            options.on_call(outcome, clock() - call.began, error)
+        except Exception:  # noqa: BLE001 - a listener's fault must not lose an answer
+            _LOG.exception("on_call raised; the call goes on as if it had not")
 
 
 def _async(
@@ -157,9 +165,9 @@ def _async(
 
     @functools.wraps(function)
     async def call_async(*args: Any, **kwargs: Any) -> Any:
-        stats.begin()
         options = in_force.options
         call = Call(options, args, kwargs)
+        stats.begin()
         error: BaseException | None = None
         limit: asyncio.Timeout | None = None
         try:
@@ -211,9 +219,9 @@ def _sync(function: Callable[..., Any], in_force: InForce, turns: Turns, stats: 
 
     @functools.wraps(function)
     def call_sync(*args: Any, **kwargs: Any) -> Any:
-        stats.begin()
         options = in_force.options
         call = Call(options, args, kwargs)
+        stats.begin()
         error: BaseException | None = None
         try:
             value = attempts(call)

@@ -109,6 +109,8 @@ class CallOptions:
             raise ConfigError(f"accelerate: attempts = {self.attempts!r}: must be at least 1")
         if not 0 <= self.hedge_share <= 1:
             raise ConfigError(f"accelerate: hedge_share = {self.hedge_share!r}: must be from 0 to 1")
+        if not callable(self.priority):
+            checked_priority(self.priority)
 
     def with_limits(self, said: FunctionLimits) -> CallOptions:
         """These, but for what a file says."""
@@ -126,6 +128,13 @@ class CallOptions:
         return kind_of_error(error, self.classify)
 
 
+def checked_priority(priority: object) -> float:
+    """Raises ConfigError for what would put everybody's queue out of order."""
+    if isinstance(priority, int | float) and math.isfinite(priority):
+        return priority
+    raise ConfigError(f"accelerate: priority = {priority!r}: must be a finite number")
+
+
 class Call:
     """One call's way through its attempts, sync and async alike: what to do about each error."""
 
@@ -138,7 +147,8 @@ class Call:
         self.began = clock()
         self.deadline = math.inf if options.timeout_s is None else self.began + options.timeout_s
         self.key = options.key(*args, **kwargs) if options.key is not None else None
-        self.priority = options.priority(*args, **kwargs) if callable(options.priority) else options.priority
+        priority = options.priority
+        self.priority = checked_priority(priority(*args, **kwargs)) if callable(priority) else priority
         self.broken = 0
         self.turned_away = 0
 

@@ -7,6 +7,7 @@ callers come from all of them.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import threading
@@ -73,7 +74,8 @@ class Turns:
                     entry.meter = fresh
                 self._grant(entry, now)
                 for turn in entry.waiting:
-                    turn.wake()  # it is woken at another time now
+                    with contextlib.suppress(RuntimeError):  # its loop was closed
+                        turn.wake()  # it is woken at another time now
 
     def __len__(self) -> int:
         """Keys known."""
@@ -170,4 +172,8 @@ class Turns:
             self.waiting -= 1
             turn.granted = True
             self._go(entry, now)
-            turn.wake()
+            try:
+                turn.wake()
+            except RuntimeError:  # its loop was closed: nobody waits there any more
+                turn.left = True
+                entry.in_flight -= 1
