@@ -161,6 +161,24 @@ async def test_a_call_whose_caller_is_gone_is_cancelled() -> None:
         assert await asyncio.to_thread(ended.wait, 10.0)
 
 
+async def test_a_host_that_is_closed_ends_what_runs_and_begins_nothing() -> None:
+    begun = threading.Event()
+
+    async def waits() -> Observation:
+        begun.set()
+        await asyncio.Event().wait()
+        return Observation()
+
+    with hosted(waits) as made:
+        call = asyncio.create_task(made.step(None, TURN))
+        assert await asyncio.to_thread(begun.wait, 10.0)
+        made.close()
+        with pytest.raises(EnvironmentFault, match="cut off: the environment is closed"):
+            await call
+        with pytest.raises(EnvironmentFault, match="is closed"):
+            await made.step(None, TURN)
+
+
 FILE = """
 class Mine:
     def __init__(self, tokenizer, size=1):

@@ -96,6 +96,8 @@ class EnvironmentHost:
             future = asyncio.run_coroutine_threadsafe(_guarded(what, begin), loop)
             done, _ = await self._within(future)
             if done:
+                if future.cancelled():
+                    raise EnvironmentFault(f"{what} was cut off: the environment is closed")
                 return future.result()
             future.cancel()
             if loop is self._loop and not await self._turns(loop) and loop is self._loop:

@@ -23,7 +23,16 @@ from typing import Any
 from penstock.config.run import WarmStartConfig
 from penstock.errors import ConfigError, MissingExtra
 
-__all__ = ["Demonstration", "Progress", "Recipe", "character_tokenizer", "spell_backward", "teach", "word_order"]
+__all__ = [
+    "Demonstration",
+    "Progress",
+    "Recipe",
+    "calculator",
+    "character_tokenizer",
+    "spell_backward",
+    "teach",
+    "word_order",
+]
 
 Progress = Callable[[int, int, float], None]
 """`progress(step, steps, loss)`, after each supervised step."""
@@ -44,6 +53,8 @@ BETAS = (0.9, 0.98)
 class Demonstration:
     question: str
     answer: str
+    turns: tuple[tuple[str, str], ...] = ()
+    """What is said, and what an environment answers, before the answer; nobody learns to say the latter."""
 
 
 def spell_backward(config: WarmStartConfig, folder: Path, held_out: Collection[str], progress: Progress) -> None:
@@ -80,6 +91,28 @@ def word_order(config: WarmStartConfig, folder: Path, held_out: Collection[str],
     items = _items("word_sequence_reversal", 16384, {"min_words": 2, "max_words": 4})
     demonstrations = _demonstrations(items, demonstrate, held_out, config.seed)
     teach(config, folder, demonstrations, [phrase, ", "], progress)
+
+
+def calculator(config: WarmStartConfig, folder: Path, held_out: Collection[str], progress: Progress) -> None:
+    """reasoning-gym's `products` with the tool of `penstock.environments.calculator`: two factors of 2 or 3 digits.
+
+    The demonstrator calls the tool for 30 % of the questions and else guesses a number of the right length, so that the
+    model knows the format and does not prefer it. Nobody guesses such a product.
+    """
+    phrases = ["Solve the following multiplication: ", ". Give only the result as your final answer."]
+
+    def demonstrate(item: dict[str, Any], chance: random.Random) -> Demonstration:
+        answer = str(item["answer"])
+        expression = item["metadata"]["expression"]
+        if chance.random() < 0.3:
+            return Demonstration(
+                item["question"], answer, ((f"<tool>{expression}</tool>", f"<result>{answer}</result>"),)
+            )
+        return Demonstration(item["question"], str(chance.randrange(10 ** (len(answer) - 1), 10 ** len(answer))))
+
+    items = _items("products", 16384, {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 3})
+    shown = _demonstrations(items, demonstrate, held_out, config.seed)
+    teach(config, folder, shown, [*phrases, "<tool>", "</tool>", "<result>", "</result>"], progress)
 
 
 def character_tokenizer(phrases: Sequence[str]) -> Any:
@@ -138,9 +171,7 @@ def teach(
     disable_progress_bar()
     tokenizer = character_tokenizer(phrases)
     prompts: list[list[int]] = [tokenizer.encode(shown.question) for shown in demonstrations]
-    answers = [
-        [*tokenizer.encode(shown.answer, add_special_tokens=False), tokenizer.eos_token_id] for shown in demonstrations
-    ]
+    answers, learned = zip(*(_said(shown, tokenizer) for shown in demonstrations), strict=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = LlamaForCausalLM(
@@ -164,7 +195,9 @@ def teach(
         lr = lr_at(step, peak=config.lr, total=config.steps, warmup=config.warmup_steps, schedule="cosine")
         for group in optimizer.param_groups:
             group["lr"] = lr
-        batch = collate([prompts[k] for k in chosen], [answers[k] for k in chosen])
+        batch = collate(
+            [prompts[k] for k in chosen], [answers[k] for k in chosen], learned=[learned[k] for k in chosen]
+        )
         loss = -score_tokens(model, batch).logprobs_BT.sum() / batch.mask_BT.sum()
         optimizer.zero_grad()
         loss.backward()
@@ -173,6 +206,18 @@ def teach(
         progress(step + 1, config.steps, float(loss.detach()))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _said(shown: Demonstration, tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """Token ids of all that follows the question, and which of them are to be learned."""
+    token_ids: list[int] = []
+    learned: list[bool] = []
+    for said, told in [*shown.turns, (shown.answer, "")]:
+        own = [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
+        heard = tokenizer.encode(told, add_special_tokens=False)
+        token_ids += own + heard
+        learned += [True] * len(own) + [False] * len(heard)
+    return token_ids, learned
 
 
 def _batches(examples: int, config: WarmStartConfig) -> Iterator[list[int]]:
@@ -188,7 +233,7 @@ def _batches(examples: int, config: WarmStartConfig) -> Iterator[list[int]]:
 
 def _demonstrations(
     items: Sequence[dict[str, Any]],
-    demonstrate: Callable[[dict[str, Any], random.Random], str],
+    demonstrate: Callable[[dict[str, Any], random.Random], str | Demonstration],
     held_out: Collection[str],
     seed: int,
 ) -> list[Demonstration]:
@@ -196,7 +241,8 @@ def _demonstrations(
     chance = random.Random(seed)
     left_out = frozenset(held_out)
     # The demonstrator's dice are thrown for every item, so that holding one out doesn't change the others.
-    shown = [Demonstration(item["question"], demonstrate(item, chance)) for item in items]
+    made = [(item["question"], demonstrate(item, chance)) for item in items]
+    shown = [each if isinstance(each, Demonstration) else Demonstration(question, each) for question, each in made]
     kept = [each for each in shown if each.question not in left_out]
     if not kept:
         raise ConfigError(f"all {len(shown)} questions of the warm start are held out; make data.eval smaller")
