@@ -353,6 +353,32 @@ def test_a_dead_endpoint_costs_each_job_at_most_one_attempt_and_few_jobs_any() -
     assert dead.admission.breaker.health is not Health.CLOSED
 
 
+def test_jobs_outlive_a_restart_of_the_only_endpoint() -> None:
+    """A refused connection comes back at once: four attempts would be over before a server is up again."""
+    scheduler = one(PoolOptions(attempts=4, hedge_share=0), concurrency=8)
+    jobs = [scheduler.submit(n, 0.0) for n in range(20)]
+    gone = Outcome(Kind.BROKEN, "connection refused", unreachable=True)
+    now, asked, up_at = 0.0, 0, 6.0
+    while scheduler.waiting or scheduler.running:
+        for attempt in scheduler.dispatch(now):
+            asked += now < up_at
+            scheduler.report(attempt, gone if now < up_at else DONE, now + 0.001)
+        now = max(now + 0.001, min(1e9, scheduler.wake_at(now)) if scheduler.waiting else now)
+    assert [job.error for job in jobs] == [None] * 20
+    assert max(job.attempts for job in jobs) <= 3
+    assert asked == 8 + 2, "what was in flight at first, and a probe after one second and after two more"
+
+
+def test_one_refused_connection_among_answers_takes_nothing_out() -> None:
+    scheduler = one(PoolOptions(hedge_share=0))
+    for n in range(2):
+        scheduler.submit(n, 0.0)
+    first, second = scheduler.dispatch(0.0)
+    scheduler.report(first, DONE, 0.5)
+    scheduler.report(second, Outcome(Kind.BROKEN, "connection refused", unreachable=True), 0.6)
+    assert len(scheduler.dispatch(0.6)) == 1
+
+
 def test_an_endpoint_that_recovers_gets_work_again() -> None:
     scheduler = one(PoolOptions(breaker_failures=1, breaker_pause_s=2.0))
     scheduler.submit("job", 0.0)

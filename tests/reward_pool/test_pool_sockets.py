@@ -197,6 +197,20 @@ async def test_an_endpoint_that_is_not_there_is_routed_around() -> None:
     assert len(per_job) == len(set(per_job)), "a dead endpoint costs a job at most one attempt"
 
 
+async def test_a_server_that_is_started_again_loses_no_job() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    server = ProviderServer()
+    server.port = port
+    async with ComputePool([Endpoint(f"http://127.0.0.1:{port}/v1")], PoolOptions(breaker_pause_s=0.1)) as pool:
+        tasks = [asyncio.create_task(ask(pool, str(n))) for n in range(10)]
+        while pool.snapshot()[0].health == "closed":
+            await asyncio.sleep(0.005)
+        async with server:
+            assert await asyncio.gather(*tasks) == [f"echo: {n}" for n in range(10)]
+
+
 async def test_a_name_that_does_not_resolve_is_named() -> None:
     async with ComputePool([Endpoint("http://no-such-host.invalid/v1", connect_timeout_s=5)], ONCE) as pool:
         with pytest.raises(JobFailed, match=r"name look-up failed|no connection in time"):

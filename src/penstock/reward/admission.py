@@ -55,6 +55,9 @@ class Admission:
     OVERLOAD_S = 0.05
     """First pause of an endpoint that turns work away with nothing in flight; doubled each time."""
     OVERLOAD_MAX_S = 5.0
+    REACHED_S = 1.0
+    """An endpoint that refuses a connection, and has answered nothing for so long, is down: asking it again at once
+    would spend a job's attempts in a few milliseconds."""
 
     def __init__(self, endpoint: Endpoint, options: PoolOptions) -> None:
         self.endpoint = endpoint
@@ -73,6 +76,7 @@ class Admission:
         self._sent_tokens = 0.0
         self._pause_s = self.OVERLOAD_S
         self._paused_until = -math.inf
+        self._answered_at = -math.inf
 
     def _declare(self, endpoint: Endpoint, options: PoolOptions) -> None:
         rpm, tpm = endpoint.requests_per_minute, endpoint.tokens_per_minute
@@ -146,6 +150,7 @@ class Admission:
         if outcome.told is not None:
             self._told(sent, now, outcome)
         if kind is DONE or kind is FINAL:
+            self._answered_at = now
             self.breaker.succeeded()
             self._pause_s = self.OVERLOAD_S
             self.gate.accepted(sent)
@@ -158,7 +163,7 @@ class Admission:
         elif kind is Kind.SPENT:
             self.breaker.spent(now)
         else:
-            if self.breaker.failed(now):
+            if self.breaker.failed(now, outcome.unreachable and now > self._answered_at + self.REACHED_S):
                 self.gate.lost()
             if outcome.retry_after_s:
                 self._paused_until = max(self._paused_until, now + outcome.retry_after_s)

@@ -59,14 +59,14 @@ class Breaker:
             self.health = CLOSED
             self._pause_s = self._shortest_s
 
-    def failed(self, now: float) -> bool:
-        """Counts a failure; returns whether it opened the breaker."""
+    def failed(self, now: float, at_once: bool = False) -> bool:
+        """Counts a failure, or with `at_once` as many as it takes; returns whether it opened the breaker."""
         self._failures += 1
         if self.health is CLOSED:
             self._pause_s = self._shortest_s
         if self.health is Health.HALF_OPEN:
             self._pause_s = min(self._longest_s, 2 * self._pause_s)
-        elif self.health is not CLOSED or self._failures < self._threshold:
+        elif self.health is not CLOSED or (self._failures < self._threshold and not at_once):
             return False
         self.health = Health.OPEN
         self.opens_at = now + self._pause_s

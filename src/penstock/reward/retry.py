@@ -60,6 +60,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """Start of an error's text."""
     error: BaseException | None = None
     """The exception, where there was one."""
+    unreachable: bool = False
+    """Nobody was there to be asked: no such name, or the connection was refused."""
 
     def of_kind(self, kind: Kind, cause: str | None = None) -> Outcome:
         """The same end, taken for something else."""

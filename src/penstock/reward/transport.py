@@ -235,7 +235,8 @@ class _Way(NamedTuple):
 
 
 def _broken(error: BaseException, timeout_s: float) -> Outcome:
-    return Outcome(Kind.BROKEN, _cause(error, timeout_s), error=error)
+    unreachable = isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError)
+    return Outcome(Kind.BROKEN, _cause(error, timeout_s), error=error, unreachable=unreachable)
 
 
 def _cause(error: BaseException, timeout_s: float) -> str:
