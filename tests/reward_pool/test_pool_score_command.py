@@ -156,6 +156,35 @@ def test_an_impossible_number_is_refused_before_anything_starts(
     assert not (files / "answers.scored.jsonl").exists()
 
 
+AT_ONCE = """
+import asyncio
+
+inside = 0
+
+async def reward(sample):
+    global inside
+    inside += 1
+    seen = inside
+    try:
+        await asyncio.sleep(60 if sample.row["n"] == 5 else 0.01)
+    finally:
+        inside -= 1
+    return float(seen)
+"""
+
+
+def test_concurrency_and_time_limit_are_as_asked_for(files: Path) -> None:
+    (files / "at_once.py").write_text(AT_ONCE)
+    path = f"{files / 'at_once.py'}:reward"
+    for concurrency, most in (("1", 1.0), ("3", 3.0)):
+        out = files / f"out-{concurrency}"
+        options = ("--function", path, "--timeout-s", "0.5", "--concurrency", concurrency, "--out", str(out))
+        assert score(files, *options) == 0
+        got = {result["line"]: result for result in map(json.loads, out.read_text().splitlines())}
+        assert max(result["score"] for result in got.values() if "score" in result) == most
+        assert "0.5" in got[6]["unscored"], "the one that hangs"
+
+
 def test_a_folder_is_no_place_for_results(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert score(files, "--out", str(files)) == 1
     assert "can't be read: Is a directory" in capsys.readouterr().err

@@ -356,6 +356,26 @@ async def test_an_option_of_a_call_that_cannot_be_is_refused_and_the_queue_stays
             await ask(pool, deadline_s=-1)
 
 
+async def test_a_calls_own_options_hold_for_it_alone_and_are_not_sent() -> None:
+    patient = PoolOptions(breaker_failures=100)
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url, concurrency=1)], patient) as pool:
+        with pytest.raises(JobFailed, match="attempt 2 of 2"):
+            await pool.chat(model="fault-500", messages=USER, attempts=2)
+        assert server.requests == 2
+        with pytest.raises(JobFailed, match="attempt 4 of 4"):
+            await pool.chat(model="fault-500", messages=USER)
+        first = asyncio.create_task(pool.chat(model="fault-silent", messages=USER))
+        await server.arrived(7)
+        low = asyncio.create_task(pool.chat(model="low", messages=USER, temperature=0.5))
+        high = asyncio.create_task(pool.chat(model="high", messages=USER, priority=3, deadline_s=60))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(low, high)
+        (_, second), (_, third) = server.seen[-2:]
+        assert second == {"model": "high", "messages": USER}
+        assert third == {"model": "low", "messages": USER, "temperature": 0.5}
+
+
 async def test_a_key_goes_where_its_service_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
