@@ -360,6 +360,32 @@ def test_strikes_outlive_a_manager_and_a_token_forgives_them(
 
 
 @pytest.mark.parametrize("compact_bytes", [1 << 30, 300], ids=["records", "snapshot"])
+def test_on_a_day_when_machines_die_by_themselves_a_manager_that_is_back_knows_it(
+    tmp_path: Path, compact_bytes: int
+) -> None:
+    world = JournaledWorld(tmp_path, compact_bytes=compact_bytes)
+    world.hello("first")
+    for number in range(8):
+        world.lose(world.join_ready(f"idle-{number}"))
+    world.trainer(submit())
+    for number in range(2):
+        world.lose(world.join_ready(f"at-work-{number}"))
+    world.pass_time(0.1)
+    assert bool(list(tmp_path.glob("snapshot-*"))) == (compact_bytes == 300)
+    world.die()
+    again = JournaledWorld(tmp_path)
+    again.hello("first", ("train-0",))
+    again.trainer(submit())
+    # Three in a row would be enough on another day.
+    for strikes in (3, 4, 5):
+        assert not again.delivered
+        again.lose(again.join_ready(f"later-{strikes}"))
+    assert [sample.finish for sample in again.delivered.values()] == [Finish.FAILED]
+    again.pass_time(61.0)
+    assert again.manager.tracker.strikes_needed == 3
+
+
+@pytest.mark.parametrize("compact_bytes", [1 << 30, 300], ids=["records", "snapshot"])
 def test_a_manager_says_what_those_before_it_had_taken_from_each_instance(tmp_path: Path, compact_bytes: int) -> None:
     world = begun(tmp_path, compact_bytes=compact_bytes)
     world.pass_time(0.1)

@@ -9,13 +9,17 @@ day, and change nothing. Pure: deaths and `now` in, a number out.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 
-__all__ = ["Blame"]
+__all__ = ["DEATHS_KEPT", "Blame"]
 
 MEMORY_S = 60.0
 """For which a death with nobody to blame is remembered."""
 ORDINARY = 4
 """So many of them in that time make one strike more be asked for; fewer, none."""
+
+DEATHS_KEPT = 64
+"""More of them change nothing: a sample is set aside at its twelfth loss whoever else dies."""
 
 
 class Blame:
@@ -23,11 +27,19 @@ class Blame:
 
     def __init__(self, max_strikes: int) -> None:
         self._max_strikes = max_strikes
-        self._nobodys: deque[float] = deque()
+        self._nobodys: deque[float] = deque(maxlen=DEATHS_KEPT)
 
     def died_by_itself(self, now: float) -> None:
         """A machine was lost, and no sample of it is a suspect."""
         self._nobodys.append(now)
+
+    def restore(self, deaths: Iterable[float]) -> None:
+        """Those that an earlier manager had seen, on this one's clock."""
+        self._nobodys.extend(deaths)
+
+    def deaths(self) -> Iterator[float]:
+        """What is remembered, for who comes after."""
+        return iter(self._nobodys)
 
     def strikes_needed(self, now: float) -> int:
         while self._nobodys and now - self._nobodys[0] > MEMORY_S:

@@ -39,6 +39,7 @@ from penstock.wire import SubmitBatch, TokenFrame, column, column_bytes, offsets
 
 __all__ = [
     "Accepted",
+    "Died",
     "Ended",
     "Epoch",
     "Placed",
@@ -155,6 +156,13 @@ class Accepted(_Record, tag=11):
     tokens: dict[str, int]
 
 
+class Died(_Record, tag=12):
+    """Machines that were lost with no sample of theirs to blame."""
+
+    times: tuple[float, ...]
+    """In seconds since 1970."""
+
+
 Record = (
     Epoch
     | Trainer
@@ -168,6 +176,7 @@ Record = (
     | SnapshotEnd
     | Struck
     | Accepted
+    | Died
 )
 
 encode_record = msgspec.msgpack.Encoder().encode

@@ -6,13 +6,15 @@ come from.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from penstock.errors import StorageError
 from penstock.rollout.batch import Batch, TrackedSample
+from penstock.rollout.blame import DEATHS_KEPT
 from penstock.rollout.journal import (
     Accepted,
+    Died,
     Ended,
     Epoch,
     Placed,
@@ -52,6 +54,8 @@ class Recovered:
     """Oldest first; some may have ended and wait for their release."""
     accepted: Counter[str] = field(default_factory=Counter)
     """Output tokens taken so far, by the name of the instance that drew them."""
+    deaths: deque[float] = field(default_factory=lambda: deque(maxlen=DEATHS_KEPT))
+    """When machines were lost that no sample had killed, in seconds since 1970, the last ones."""
     cut_bytes: int = 0
     """That belong to no whole state: of a record that was not written whole, and of `set_aside`."""
     set_aside: list[str] = field(default_factory=list)
@@ -167,6 +171,8 @@ class Replay:
                 self._struck(record)
             case Accepted(tokens=tokens):
                 self._state.accepted.update(tokens)
+            case Died(times=times):
+                self._state.deaths.extend(times)
             case SnapshotEnd():
                 self.whole = True
 

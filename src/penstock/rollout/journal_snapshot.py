@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.journal import (
     Accepted,
+    Died,
     Epoch,
     Placed,
     Published,
@@ -71,9 +72,10 @@ class Snapshot:
         batches: Iterable[Batch],
         names: dict[str, str],
         accepted: Mapping[str, int],
+        deaths: Iterable[float] = (),
     ) -> Snapshot:
-        """`names` of instances by id; `accepted` output tokens by such a name."""
-        head: list[Record] = [Accepted(dict(accepted))]
+        """`names` of instances by id; `accepted` output tokens by such a name; `deaths` in seconds since 1970."""
+        head: list[Record] = [Accepted(dict(accepted)), Died(tuple(deaths))]
         head += [Published(version, "earlier", digest) for version, digest in versions.earlier()]
         head.append(Trainer(session))
         head += [Published(*told) for told in versions.published()]

@@ -24,7 +24,7 @@ from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.blame import Blame
 from penstock.rollout.dispatching import Dispatching
 from penstock.rollout.fleet import Fleet, FleetConfig, Instance, State
-from penstock.rollout.journal import struck_records, tokens_record
+from penstock.rollout.journal import Died, struck_records, tokens_record
 from penstock.rollout.journal_replay import Recovered
 from penstock.rollout.journal_snapshot import Snapshot
 from penstock.rollout.outbox import TRAINER, Decisions, Outbox
@@ -150,6 +150,8 @@ class Manager:
         self._now = now
         self.epoch = recovered.epoch + 1
         self.accepted.update(recovered.accepted)
+        self.blame.restore(died_at - self.wall_offset_s for died_at in recovered.deaths)
+        self.tracker.strikes_needed = self.blame.strikes_needed(now)
         self.tracker.begin_epoch(self.epoch)
         self.trainer.restore(recovered)
         return self._decided()
@@ -172,6 +174,7 @@ class Manager:
             self.trainer.every_batch(),
             names={instance.id: instance.name for instance in self.fleet},
             accepted=self.accepted,
+            deaths=[died_at + self.wall_offset_s for died_at in self.blame.deaths()],
         )
 
     # ---- agents
@@ -471,6 +474,7 @@ class Manager:
             self._out.records(struck_records(evicted.struck))
         elif instance.state is State.READY and not orderly:
             self.blame.died_by_itself(self._now)
+            self._out.record(Died((self._ts,)))
             self.tracker.strikes_needed = self.blame.strikes_needed(self._now)
         self.fleet.lose(instance, cause, self._now, orderly)
         self.balancing.gone(instance.id)
