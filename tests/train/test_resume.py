@@ -21,12 +21,23 @@ from penstock.rollout.client import FinishedSample
 from penstock.sample import Prompt, SampleId
 from penstock.train.actor import Actor
 from penstock.train.checkpoint import Checkpoints, find_checkpoint, load_checkpoint
+from penstock.train.critic import Critic
 from penstock.train.edge import EdgeLoop
 from penstock.train.learner import Learner
 from penstock.train.loop import Trainer, TrainerPorts
 
 # Everything that reads a clock or counts from the process's start.
 TIMES = {"train_s", "publish_stall_s", "rollout_s", "rollout_tokens_per_s", "trainer_wait_s", "step_s"}
+TIMES |= {"train_tokens_per_s", "mfu"}
+PPO = {
+    "advantage": "gae",
+    "critic": {"lr": 1e-3, "warmup_steps": 2},
+    "epochs": 2,
+    "kl_in": "reward",
+    "kl_target": 0.02,
+    "kl_horizon_samples": 32,
+    "gae_lambda": 0.9,
+}
 
 CONFIG = {
     "seed": 5,
@@ -78,8 +89,12 @@ class Run:
         self.events: list[Any] = []
         self.metrics: dict[int, dict[str, float]] = {}
         self.samples: dict[SampleId, tuple[int, str, Any]] = {}
-        self.actor = Actor(model, config.train, total_optimizer_steps=8, horizon_tokens=8)
-        start = load_checkpoint(find_checkpoint(folder), self.actor).step if resume else 0
+        shared: dict[str, Any] = {"total_optimizer_steps": 8 * config.train.epochs, "horizon_tokens": 8}
+        self.actor = Actor(model, config.train, **shared)
+        self.critic = None
+        if config.train.advantage == "gae":
+            self.critic = Critic(model, config.train, dtype="float32", **shared)
+        start = load_checkpoint(find_checkpoint(folder), self.actor, self.critic).step if resume else 0
         ports = TrainerPorts(
             rollout=self.rollout,
             scorer=FakeScorer(),
@@ -97,7 +112,7 @@ class Run:
             ),
             checkpoints=Checkpoints(folder, 3),
         )
-        Trainer(config, Learner(config, self.actor), ports, start_step=start).run()
+        Trainer(config, Learner(config, self.actor, self.critic), ports, start_step=start).run()
 
     def _speak(self, batch: str, sample: FinishedSample) -> FinishedSample:
         """What an engine with these weights says: other weights, other tokens."""
@@ -112,7 +127,7 @@ class Run:
 
     def told(self) -> dict[int, dict[str, float]]:
         return {
-            step: {name: value for name, value in metrics.items() if name not in TIMES}
+            step: {name: value for name, value in metrics.items() if name not in TIMES and not name.startswith("time/")}
             for step, metrics in self.metrics.items()
         }
 
@@ -123,13 +138,16 @@ class Run:
         return {event.step: event.accuracy for event in self.events if isinstance(event, events.Evaluated)}
 
 
-@pytest.mark.parametrize("old_logprobs", ["auto", "recompute"])
+@pytest.mark.parametrize("options", [{"old_logprobs": "auto"}, {"old_logprobs": "recompute"}, PPO])
 def test_a_resumed_run_is_the_run_that_was_never_interrupted(
-    model_folder: Path, tmp_path: Path, old_logprobs: str
+    model_folder: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    options = {"old_logprobs": old_logprobs}
     with EdgeLoop() as edge:
+        torch.manual_seed(3)
+        random.seed(3)
         whole = Run(model_folder, tmp_path / "whole", edge, **options)
+        torch.manual_seed(3)
+        random.seed(3)
         first = Run(model_folder, tmp_path / "parts", edge, steps=2, **options)
         # The second process begins with other random numbers and nothing of the first one but its folder.
         torch.manual_seed(99)
@@ -145,7 +163,9 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(
     ends = dict(whole.actor.named_weights())
     for name, tensor in second.actor.named_weights():
         assert torch.equal(tensor, ends[name]), name
-    for file in ("model.safetensors", "trainer.safetensors"):
+    if options is PPO:
+        assert {metrics["kl_coef"] for metrics in whole.told().values()} != {0.05}
+    for file in ("model.safetensors", "trainer.safetensors", *(["critic.safetensors"] if options is PPO else [])):
         # The second holds the optimizer's and the random state.
         one, other = ((tmp_path / run / "step-000004" / file).read_bytes() for run in ("whole", "parts"))
         assert one == other, file

@@ -469,6 +469,8 @@ class TrainConfig(_Section):
     """Of several ranks: shards and optimizer stay in host memory."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of the trainer; 0 leaves PyTorch's choice."""
+    peak_tflops: float = Field(default=0.0, ge=0)
+    """What one of the trainer's devices can do, for MFU; 0: known by its name, or measured once."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""
     checkpoint_every: int = Field(default=50, ge=0)

@@ -150,6 +150,8 @@ class Actor:
         self.sums.add("loss", loss_BT, weights.weights_BT)
         self.sums.add("entropy", scores.entropy_BT, mask_BT)
         self.sums.add("clip_fraction", policy.clipped_BT.to(torch.float32), mask_BT)
+        self.sums.add("clip_fraction_low", (policy.clipped_BT & (policy.ratio_BT < 1)).to(torch.float32), mask_BT)
+        self.sums.add("clip_fraction_high", (policy.clipped_BT & (policy.ratio_BT > 1)).to(torch.float32), mask_BT)
         self.sums.add("ratio", policy.ratio_BT, mask_BT)
         self.sums.add("policy_kl", approximate_kl(old_logprobs_BT, scores.logprobs_BT.detach(), "k3"), mask_BT)
         if not self._moved:

@@ -61,6 +61,8 @@ class Intake:
         self._cancelled = False
         self._arrived = 0
         self._ended = False
+        self.lengths: list[int] = []
+        """Of each sample counted, its own tokens."""
         self.tokens = 0
         """Output tokens that the model drew, of all samples that arrived."""
         self.turns = 0
@@ -73,6 +75,8 @@ class Intake:
         self.last_arrival = self.started
         self.waited_s = 0.0
         """Time that the main thread was blocked here."""
+        self.scoring_waited_s = 0.0
+        """Of that, with nothing to wait for but scores; not told of conversations, whose turns come in between."""
 
     # ---- on the edge loop
 
@@ -146,6 +150,7 @@ class Intake:
     def _count(self, sample: Sample) -> None:
         with self._changed:
             self.tokens += sample.own_tokens
+            self.lengths.append(sample.own_tokens)
             self.turns += sample.turns
             self.environment_tokens += len(sample.token_ids) - sample.own_tokens
             self.truncated += sample.truncated
@@ -228,7 +233,10 @@ class Intake:
                 if watch is not None:
                     watch()
         finally:
-            self.waited_s += self._clock() - began
+            now = self._clock()
+            self.waited_s += now - began
+            if self.dialogues is None and self._arrived == self.samples_expected:
+                self.scoring_waited_s += max(0.0, now - max(began, self.last_arrival))
 
     def wait_ended(self, watch: Callable[[], None] | None = None) -> None:
         """Waits for the manager's last word on the batch, which comes behind its last samples. Raises as `take`."""

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from penstock.config.run import RunConfig
 from penstock.sample import Group
@@ -20,12 +23,17 @@ from penstock.train.appraisal import Appraiser
 from penstock.train.batching import PassBatch
 from penstock.train.checkpoint import SAVE_S, Checkpoints, Position
 from penstock.train.critic import Critic
+from penstock.train.flops import ModelSize, learning_flops
 from penstock.train.mini_batch import OptimizerStep
 from penstock.train.ranks import BeginStep, Collect, End, Learn, Ranks, Save, Start, pack, unpack
+from penstock.train.stages import Stages
 from penstock.train.tally import Tally
 from penstock.train.writing import Writing, stage
 
-__all__ = ["Follower", "Learner", "Steps"]
+__all__ = ["WORK", "Follower", "Learner", "Steps"]
+
+WORK = ("learned/flops", "learned/tokens", "learned/output_tokens")
+"""Model FLOPs of the learning passes, tokens fed to them, and output tokens learned from; of all ranks and epochs."""
 
 
 class Steps(NamedTuple):
@@ -47,6 +55,13 @@ class Learner:
         self.ranks = ranks or Ranks()
         self._appraiser = Appraiser(config.train, actor, critic, self.ranks)
         self.estimator = self._appraiser.estimator
+        self.stages = Stages()
+        """Where the time goes; the loop that this learner is in counts its own stages there too."""
+        self._sizes = [ModelSize.of(actor.model)]
+        if critic is not None:
+            self._sizes.append(ModelSize.of(critic.model.backbone, has_head=False))
+        self._done: defaultdict[str, float] = defaultdict(float)
+        """This rank's learning since metrics were last asked for: `flops`, `tokens` and `output_tokens`."""
         self._step = 0
         self._under_way = False
         self._writing: Writing | None = None
@@ -77,7 +92,8 @@ class Learner:
         with self._together():
             if self.ranks.size > 1:
                 self.ranks.tell(Learn(pack(groups), dict(baselines), -1 if mini_batch is None else mini_batch))
-            passes = self._appraiser.passes(groups, tally, baselines, watch)
+            with self.stages("advantages"):
+                passes = self._appraiser.passes(groups, tally, baselines, watch)
             self._accumulate(passes, watch)
             if self.config.train.epochs > 1:
                 self._kept += passes
@@ -111,9 +127,12 @@ class Learner:
         self._writing = None
 
     def metrics(self) -> dict[str, float]:
-        """Means over all ranks since they were last asked for."""
+        """Means over all ranks since they were last asked for; of what is in WORK, sums."""
         sums = [self.actor.sums, *([self.critic.sums] if self.critic is not None else [])]
         own = {name: both for one in sums for name, both in one.totals().items()}
+        own |= {name: (self._done[name], 1.0) for name in WORK if self.ranks.leads}
+        own |= {name: (self._done[name], 0.0) for name in WORK if not self.ranks.leads}
+        self._done.clear()
         with self._together():
             self.ranks.tell(Collect("metrics"))
             collected = self.ranks.collect(json.dumps(own).encode())
@@ -143,12 +162,24 @@ class Learner:
         self._under_way = False
 
     def _accumulate(self, passes: Sequence[PassBatch], watch: Callable[[], None]) -> None:
-        for batch in passes:
-            if self._actor_learns:
-                self.actor.accumulate(batch)
-            if self.critic is not None:
-                self.critic.accumulate(batch)
-            watch()
+        with self.stages("forward_backward"):
+            for batch in passes:
+                if self._actor_learns:
+                    self.actor.accumulate(batch)
+                if self.critic is not None:
+                    self.critic.accumulate(batch)
+                self._count(batch)
+                watch()
+            if passes and self.actor.device.type == "cuda":
+                # Or the next stage would have the time that this one's kernels take.
+                torch.cuda.synchronize(self.actor.device)
+
+    def _count(self, batch: PassBatch) -> None:
+        learning = self._sizes if self._actor_learns else self._sizes[1:]
+        self._done["learned/flops"] += sum(learning_flops(size, batch) for size in learning)
+        if batch.at_N.numel():
+            self._done["learned/tokens"] += batch.tokens
+            self._done["learned/output_tokens"] += batch.at_N.numel()
 
     def _end_mini_batch(self, mini_batch: int, watch: Callable[[], None]) -> list[Steps]:
         """The optimizer step, and for each further epoch the same passes and another one."""
@@ -158,8 +189,9 @@ class Learner:
         for position in range(first, first + train.epochs):
             if position > first:
                 self._accumulate(self._kept, watch)
-            actor = self.actor.optimizer_step(position) if self._actor_learns else None
-            critic = None if self.critic is None else self.critic.optimizer_step(position)
+            with self.stages("optimizer"):
+                actor = self.actor.optimizer_step(position) if self._actor_learns else None
+                critic = None if self.critic is None else self.critic.optimizer_step(position)
             done.append(Steps(actor, critic))
         self._kept = []
         return done

@@ -13,6 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from penstock.config.run import RunConfig
 from penstock.errors import RewardError
 from penstock.observe import events
@@ -20,13 +22,15 @@ from penstock.sample import Group
 from penstock.train.batches import Batches
 from penstock.train.checkpoint import Position
 from penstock.train.evaluation import evaluate
+from penstock.train.flops import known_peak, measured_peak
 from penstock.train.intake import Intake
 from penstock.train.learner import Learner, Steps
 from penstock.train.losses import steered_kl_coef
 from penstock.train.ports import TrainerPorts
 from penstock.train.publishing import Publishing
 from penstock.train.saving import Saving
-from penstock.train.tally import Tally, value_of
+from penstock.train.stages import Stages
+from penstock.train.tally import LEARNING, Tally, length_metrics, speed_metrics, stage_metrics, value_of
 from penstock.train.turns import Turns
 
 __all__ = ["Trainer", "TrainerPorts"]
@@ -59,7 +63,12 @@ class Trainer:
         self.version = start_step
         """Weight version that generates now: one for each step."""
         self._clock = clock
+        learner.stages = Stages(clock)
         self._groups_learned_from = 0
+        self._measured_at: float | None = None
+        """When the last step's metrics were taken."""
+        self._peak: float | None = None
+        """FLOP/s of one device, once it is asked for."""
         self._at_boundary = True
         """Whether the weights are those that step `self.step` begins with."""
         self._worked_through = False
@@ -74,6 +83,7 @@ class Trainer:
     def run(self) -> None:
         """All steps that are left, with the evaluations before, between and after them."""
         self._warn_of_truncation()
+        self._peak_of_all()
         self.publish()
         while self.step < self.config.train.steps:
             self.train_step()
@@ -110,16 +120,19 @@ class Trainer:
             return self._train_step()
 
     def _train_step(self) -> dict[str, float]:
-        ports, step = self.ports, self.step
-        began = self._clock()
+        ports, step, stages = self.ports, self.step, self.learner.stages
+        # A checkpoint behind the last step's records belongs to no other step than this one.
+        began = self._clock() if self._measured_at is None else self._measured_at
         prompts = ports.prompts.for_step(step)
         tally = Tally(self.version)
-        self._publishing.settle(ports.watch)
+        with stages("publish"):
+            self._publishing.settle(ports.watch)
         self._turns.begin(f"train-{step}", self.version, prompts)
         estimator = self.learner.estimator
-        # Ahead of the samples, which can't be learned from without it.
-        greedy = self._batches.submit_greedy(step, self.version, prompts) if estimator.has_baselines else None
-        intake = self._batches.submit_training(step, self.version, prompts, whole=estimator.whole_mini_batch)
+        with stages("rollout_wait"):
+            # Ahead of the samples, which can't be learned from without it.
+            greedy = self._batches.submit_greedy(step, self.version, prompts) if estimator.has_baselines else None
+            intake = self._batches.submit_training(step, self.version, prompts, whole=estimator.whole_mini_batch)
         ports.emit(
             events.StepStarted(
                 ts=time.time(),
@@ -130,13 +143,16 @@ class Trainer:
             )
         )
         # Sent behind the training batch, it fills the engines while that one's longest samples end.
-        evaluation = self._start_evaluation() if self._evaluates_before(step) else None
+        with stages("evaluation"):
+            evaluation = self._start_evaluation() if self._evaluates_before(step) else None
         self._work_through(intake, tally, self._greedy_rewards(greedy))
         self._worked_through = True
         self._turns.trained()
-        self._batches.release(intake)
+        with stages("rollout_wait"):
+            self._batches.release(intake)
         self._record_samples(intake)
-        self._finish_evaluation(evaluation)
+        with stages("evaluation"):
+            self._finish_evaluation(evaluation)
         self._report_unscored(intake)
         self.step += 1
         self.version += 1
@@ -144,7 +160,8 @@ class Trainer:
         self.publish()
         self._turns.ended(intake, tally.train_s, evaluation.waited_s if evaluation else 0.0)
         self._saving.poll()
-        metrics = self._metrics(intake, tally, evaluation, self._clock() - began)
+        self._measured_at = self._clock()
+        metrics = self._metrics(intake, tally, evaluation, self._measured_at - began)
         if self.config.train.kl_target and "kl" in metrics:
             actor = self.learner.actor
             actor.kl_coef = steered_kl_coef(actor.kl_coef, metrics["kl"], intake.samples_expected, self.config.train)
@@ -154,14 +171,18 @@ class Trainer:
         self._batches.call(report, f"reporting step {step}")
         every = self.config.train.checkpoint_every
         if every and self.step % every == 0 and self.step < self.config.train.steps:
-            self._saving.begin(self._position)
+            with stages("checkpoint"):
+                self._saving.begin(self._position)
         return metrics
 
     def _work_through(self, intake: Intake, tally: Tally, greedy: Mapping[int, float] | None) -> None:
         """Takes groups as they come; gradient for each; the optimizers at each mini-batch boundary."""
         self.learner.begin_step(self.step)
         while not intake.done:
-            groups = self._turns.take(intake, whole=not self.config.train.streaming)
+            scoring_s = intake.scoring_waited_s
+            with self.learner.stages("rollout_wait"):
+                groups = self._turns.take(intake, whole=not self.config.train.streaming)
+            self.learner.stages.move("rollout_wait", "scoring_wait", intake.scoring_waited_s - scoring_s)
             began = self._clock()
             if greedy is not None:
                 groups = self._with_baseline(groups, greedy)
@@ -178,7 +199,8 @@ class Trainer:
         """Waits for the greedy answers that rewards are compared with; their rewards by prompt."""
         if intake is None:
             return None
-        samples = [group.samples[0] for group in intake.take(whole=True, watch=self.ports.watch)]
+        with self.learner.stages("rollout_wait"):
+            samples = [group.samples[0] for group in intake.take(whole=True, watch=self.ports.watch)]
         self._batches.release(intake)
         self._report_unscored(intake)
         return {sample.id.prompt: value_of(sample) for sample in samples}
@@ -194,7 +216,8 @@ class Trainer:
 
         Returns once they are copied; who asks for samples of them waits until agents know of them.
         """
-        self._publishing.begin(self.version, self.learner.weights(), self.learner.actor.config_json())
+        with self.learner.stages("publish"):
+            self._publishing.begin(self.version, self.learner.weights(), self.learner.actor.config_json())
 
     # ---- evaluation
 
@@ -248,9 +271,11 @@ class Trainer:
     def _metrics(self, intake: Intake, tally: Tally, evaluation: Intake | None, step_s: float) -> dict[str, float]:
         waited_s = intake.waited_s + (evaluation.waited_s if evaluation else 0.0)
         packer, actor = intake.packer, self.learner.actor
+        spent_s = self.learner.stages.take()
         counted = {
             "samples": float(intake.samples_expected),
             "unscored": float(sum(packer.unscored_samples.values())),
+            "unscored_share": sum(packer.unscored_samples.values()) / intake.samples_expected,
             "failed": float(intake.failed),
             "truncated_share": intake.truncated / intake.samples_expected,
             "response_tokens": float(intake.tokens),
@@ -266,7 +291,19 @@ class Trainer:
         }
         if self.config.train.kl_coef:
             counted["kl_coef"] = actor.kl_coef
-        return {**tally.metrics(), **self.learner.metrics(), **counted}
+        counted |= length_metrics(intake.lengths)
+        learned = self.learner.metrics()
+        learning_s = sum(spent_s.get(stage, 0.0) for stage in LEARNING)
+        speeds = speed_metrics(learned, learning_s, self._peak_of_all() if learned["learned/flops"] else None)
+        return {**tally.metrics(), **learned, **speeds, **counted, **stage_metrics(spent_s, step_s)}
+
+    def _peak_of_all(self) -> float:
+        """FLOP/s of all ranks' devices: stated, known by name, or measured once."""
+        if self._peak is None:
+            actor, stated = self.learner.actor, self.config.train.peak_tflops * 1e12
+            name = torch.cuda.get_device_name(actor.device) if actor.device.type == "cuda" else ""
+            self._peak = stated or known_peak(name, actor.dtype) or measured_peak(actor.device, actor.dtype)
+        return self._peak * self.learner.ranks.size
 
     def _note_optimizer_steps(self, steps: Sequence[Steps], tally: Tally) -> None:
         for done in steps:
@@ -277,7 +314,9 @@ class Trainer:
                     tally.optimizer_steps += 1
                 else:
                     self._warn("optimizer", f"step {self.step}: the optimizer step was left out: {done.actor.cause}")
-            if done.critic is not None and not done.critic.applied:
+            if done.critic is not None and done.critic.applied:
+                tally.critic_grad_norms.append(done.critic.grad_norm)
+            elif done.critic is not None:
                 self._warn("optimizer", f"step {self.step}: the critic's step was left out: {done.critic.cause}")
 
     def _report_unscored(self, intake: Intake) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from penstock.sample import Group, Sample, Score
 
-__all__ = ["Tally", "value_of"]
+__all__ = ["LEARNING", "STAGES", "Tally", "length_metrics", "speed_metrics", "stage_metrics", "value_of"]
+
+LEARNING = ("advantages", "forward_backward", "optimizer")
+"""Stages in which the trainer's own devices compute."""
+STAGES = ("rollout_wait", "scoring_wait", *LEARNING, "publish", "checkpoint", "evaluation")
 
 MAX_PARTS = 64
 """Names of reward parts told of a step; a function that makes up names without end must not fill the records."""
@@ -31,6 +36,7 @@ class Tally:
         self.train_s = 0.0
         self.lr = 0.0
         self.grad_norms: list[float] = []
+        self.critic_grad_norms: list[float] = []
 
     def take_in(self, groups: Sequence[Group], signal: Sequence[bool]) -> None:
         at = 0
@@ -74,6 +80,8 @@ class Tally:
             found["reward_parts_left_out"] = float(self._parts_left_out)
         if self.grad_norms:
             found["grad_norm"] = sum(self.grad_norms) / len(self.grad_norms)
+        if self.critic_grad_norms:
+            found["critic/grad_norm"] = sum(self.critic_grad_norms) / len(self.critic_grad_norms)
         return found
 
 
@@ -81,3 +89,32 @@ def value_of(sample: Sample) -> float:
     """A packed sample's reward; the packer lets only scored ones through."""
     assert isinstance(sample.score, Score), sample.id
     return sample.score.value
+
+
+def stage_metrics(spent_s: Mapping[str, float], step_s: float) -> dict[str, float]:
+    """Seconds of each stage, and of what is in none: together they are the step's."""
+    found = {f"time/{stage}_s": spent_s.get(stage, 0.0) for stage in STAGES}
+    return {**found, "time/other_s": max(0.0, step_s - sum(found.values()))}
+
+
+def speed_metrics(learned: Mapping[str, float], learning_s: float, peak_flops_per_s: float | None) -> dict[str, float]:
+    """Tokens learned from a second, and the share of the devices' peak; nothing where nothing was learned from."""
+    flops, tokens = learned["learned/flops"], learned["learned/tokens"]
+    if not tokens or learning_s <= 0:
+        return {}
+    found = {"train_tokens_per_s": tokens / learning_s}
+    if peak_flops_per_s:
+        found["mfu"] = flops / learning_s / peak_flops_per_s
+    return found
+
+
+def length_metrics(lengths: Sequence[int]) -> dict[str, float]:
+    """Of a step's answers, in tokens; percentiles are lengths that there were (nearest rank)."""
+    if not lengths:
+        return {}
+    ordered = sorted(lengths)
+    ranks = {"p50": 0.5, "p95": 0.95, "max": 1.0}
+    return {
+        f"response_tokens_{name}": float(ordered[max(0, math.ceil(share * len(ordered)) - 1)])
+        for name, share in ranks.items()
+    }
