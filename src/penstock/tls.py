@@ -10,6 +10,7 @@ ends it.
 
 from __future__ import annotations
 
+import errno
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,8 +18,19 @@ from typing import Any
 
 from penstock.errors import ConfigError
 
-__all__ = ["certificate_role", "client_context", "common_name", "refusal_words", "server_context", "tell_late"]
+__all__ = [
+    "HINT_TLS",
+    "certificate_role",
+    "client_context",
+    "common_name",
+    "hung_up",
+    "refusal_words",
+    "server_context",
+    "tell_late",
+]
 
+HINT_TLS = "it ended the connection unasked; if it speaks TLS, its address begins with https://"
+"""For whoever spoke plain HTTP and was hung up on."""
 LATE_STEPS = 8
 """Of a handshake that has failed: the client reads the alert and goes; one that sends on instead is cut off."""
 
@@ -105,6 +117,13 @@ def refusal_words(error: BaseException) -> str:
     return ""
 
 
+def hung_up(error: BaseException) -> bool:
+    """The other side ended the connection without an answer, as one does that waits for a TLS handshake."""
+    import aiohttp
+
+    return isinstance(error, aiohttp.ServerDisconnectedError) or getattr(error, "errno", None) == errno.ECONNRESET
+
+
 class _Told(ssl.SSLObject):
     """The server's side of a handshake, which lets the alert out before it ends."""
 
@@ -127,6 +146,9 @@ class _Told(ssl.SSLObject):
             raise
         except ssl.SSLError as error:
             self.on_refused(_server_words(error))
+            if error.reason == "HTTP_REQUEST":
+                # It understands no alert, and waits for an answer until its patience ends.
+                raise
             self._late_steps = 1
             # As if more were needed: asyncio then sends what is there to be sent, which is the alert.
             raise ssl.SSLWantReadError from error

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from certificates import Papers
-from penstock.errors import AuthError, ConfigError
+from penstock.errors import AuthError, ConfigError, PenstockError, RolloutError
 from penstock.instance import Agent, PacedEngine
 from penstock.observe.events import ConnectionRefused, Event
 from penstock.rollout.client import RolloutClient
@@ -184,6 +184,20 @@ async def test_a_manager_that_speaks_no_tls_is_named_as_that(papers: Papers) -> 
             await RolloutClient(url, "t-token", print, print, tls=tls).connect()
 
 
+async def test_whoever_speaks_plain_http_to_tls_is_hung_up_on_at_once_and_told_what_that_may_mean(
+    papers: Papers,
+) -> None:
+    async with serving(OWN, papers.server(client_ca=False)) as server:
+        url = server.url.replace("https:", "http:")
+        agent = Agent(PacedEngine(tokens_per_s=1000.0), url, "a-token", "spot-1", reconnect_s=0.1)
+        with pytest.raises(PenstockError, match="its address begins with https://"):
+            # Sooner than any deadline of the server's, which is 10 s.
+            await asyncio.wait_for(agent.run(), 9)
+        with pytest.raises(RolloutError, match="its address begins with https://"):
+            await RolloutClient(url, "t-token", print, print).connect()
+        assert "it spoke HTTP where TLS is spoken" in (await server.refused()).cause
+
+
 async def publish(server: ManagerServer, store: WeightStore) -> None:
     store.publish(0, [("w", "F32", (500,), bytes(2000))], '{"vocab_size": 50}')
     server.manager.on_trainer_connected(0.0)
@@ -280,12 +294,12 @@ async def test_a_peer_that_sends_on_after_a_failed_handshake_is_cut_off(papers: 
         async with asyncio.timeout(30):
             with contextlib.suppress(ConnectionError):
                 while not reader.at_eof():
-                    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+                    writer.write(b"SSH-2.0-OpenSSH\r\n")
                     await writer.drain()
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(0.01):
                             await reader.read(100)
-        assert "it spoke HTTP where TLS is spoken" in (await server.refused()).cause
+        assert "the TLS handshake failed" in (await server.refused()).cause
         writer.close()
 
 

@@ -13,7 +13,7 @@ import ssl
 import aiohttp
 
 from penstock.errors import AuthError, FrameTooLarge, PenstockError, ProtocolMismatch, WireError
-from penstock.tls import refusal_words
+from penstock.tls import HINT_TLS, hung_up, refusal_words
 from penstock.wire import (
     MIN_FRAME_BYTES,
     PROTOCOL,
@@ -89,6 +89,8 @@ class ManagerLink:
         except (OSError, aiohttp.ClientError) as error:
             if words := refusal_words(error):
                 raise AuthError(f"no TLS connection to the manager at {self.url}: {words}") from error
+            if hung_up(error) and self.url.startswith(("http:", "ws:")):
+                raise ConnectionError(f"{words_of(error)} ({HINT_TLS})") from error
             raise
 
     async def introduce(self, hello: AgentHello) -> Welcome:

@@ -30,7 +30,7 @@ from penstock.errors import AuthError, DeadlineExceeded, ProtocolMismatch, Rollo
 from penstock.observe.events import Event, ManagerChanged, decode_event
 from penstock.rollout.received import FinishedSample, Listener, OpenBatch, finished_samples
 from penstock.sample import Prompt
-from penstock.tls import refusal_words
+from penstock.tls import HINT_TLS, hung_up, refusal_words
 from penstock.wire import (
     MAX_FRAME_BYTES,
     PROTOCOL,
@@ -305,8 +305,9 @@ class RolloutClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if words := refusal_words(error):
                 raise AuthError(f"no TLS connection to the manager at {self._url}: {words}") from error
+            hint = HINT_TLS if hung_up(error) and self._url.startswith("http:") else "is it running?"
             raise RolloutError(
-                f"can't reach the manager at {self._url}: {error or type(error).__name__}; is it running?"
+                f"can't reach the manager at {self._url}: {str(error) or type(error).__name__}; {hint}"
             ) from error
 
     async def _live(self) -> None:
