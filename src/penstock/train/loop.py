@@ -122,7 +122,11 @@ class Trainer:
     def _train_step(self) -> dict[str, float]:
         ports, step, stages = self.ports, self.step, self.learner.stages
         # A checkpoint behind the last step's records belongs to no other step than this one.
-        began = self._clock() if self._measured_at is None else self._measured_at
+        began = self._measured_at
+        if began is None:
+            # Nor does what came before the run's first one.
+            stages.take()
+            began = self._clock()
         prompts = ports.prompts.for_step(step)
         tally = Tally(self.version)
         with stages("publish"):
