@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +30,10 @@ from penstock.reward.retry import Kind, RetryBudget, kind_of_error, kind_of_stat
         ({"models": []}, "'models' is empty"),
         ({"headers": {"Authorization": "Bearer x"}}, "use api_key_env or api_key_file"),
         ({"api_key_env": "A", "api_key_file": "b"}, "not both"),
+        ({"models": "judge"}, "'models' = 'judge': Input should be a list"),
+        ({"headers": {"x-team": "rl\r\nx-other: 1"}}, "'headers' holds 'x-team', which can't be sent"),
+        ({"headers": {"x team": "rl"}}, "'headers' holds 'x team', which can't be sent"),
+        ({"name": "a\nb"}, "characters that no table can show"),
     ],
 )
 def test_a_wrong_declaration_is_refused_with_key_value_and_what_is_allowed(declared: dict, says: str) -> None:
@@ -40,8 +45,26 @@ def test_a_wrong_declaration_is_refused_with_key_value_and_what_is_allowed(decla
 def test_an_address_that_is_none_or_holds_a_password_is_refused() -> None:
     with pytest.raises(ConfigError, match="must start with http"):
         Endpoint("a.example")
-    with pytest.raises(ConfigError, match="user or password"):
-        Endpoint("https://me:secret@a.example")
+    for holds_a_key in (
+        "https://me:secret@a.example",
+        "https://me:secret@a.example:port",
+        "https://a.example/v1?key=secret",
+    ):
+        with pytest.raises(ConfigError, match="api_key_env or api_key_file") as error:
+            Endpoint(holds_a_key)
+        assert "secret" not in str(error.value)
+    for address in (
+        "http://",
+        "http:///v1",
+        "http://a:99999",
+        "http://a:0",
+        "http://a:port/v1",
+        "http://a b/v1",
+        "http://[::1",
+    ):
+        with pytest.raises(ConfigError, match=f"{re.escape(repr(address))} is no address"):
+            Endpoint(address)
+    assert Endpoint("http://[::1]:8000/v1").label == "http://[::1]:8000/v1"
 
 
 def test_a_pool_is_read_from_toml(tmp_path: Path) -> None:

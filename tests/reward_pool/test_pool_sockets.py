@@ -316,6 +316,60 @@ async def test_a_stream_that_says_what_it_cost_is_charged_that() -> None:
     server.close()
 
 
+async def breaking_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+    writer.write(b'd\r\ndata: {"n":1}\r\n1\r\n\n\r\n')
+    await writer.drain()
+    writer.transport.abort()
+
+
+async def test_a_stream_that_breaks_off_is_said_to_have_and_not_begun_again() -> None:
+    server = await asyncio.start_server(breaking_off, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    events: list[AttemptEnded] = []
+    pieces: list[dict] = []
+
+    async def read(pool: ComputePool) -> None:
+        async for piece in pool.stream("/chat/completions", {"model": "m"}):
+            pieces.append(piece)
+
+    async with ComputePool([Endpoint(url)], on_event=events.append) as pool:
+        with pytest.raises(JobFailed, match="stream broke off"):
+            await read(pool)
+    assert pieces == [{"n": 1}]
+    assert [event.kind for event in events] == ["final"]
+    server.close()
+
+
+async def test_a_stream_can_be_read_on_any_loop_and_its_options_hold() -> None:
+    async with ProviderServer() as server, ComputePool([Endpoint(server.url, tokens_per_minute=60_000)]) as pool:
+        body = {"model": "m", "messages": USER}
+
+        async def read(**options) -> list[str]:
+            pieces = pool.stream("/chat/completions", body, **options)
+            return [piece["choices"][0]["delta"]["content"] async for piece in pieces]
+
+        assert await asyncio.to_thread(lambda: asyncio.run(read())) == [f"hello {n} " for n in range(5)]
+        with pytest.raises(JobTooLarge, match="60001 tokens"):
+            await asyncio.to_thread(lambda: asyncio.run(read(estimated_tokens=60_001)))
+
+        async def leave() -> None:
+            stream = pool.stream("/chat/completions", {**body, "model": "other"})
+            async for _ in stream:
+                break
+            await stream.aclose()  # type: ignore[attr-defined]
+
+        await asyncio.to_thread(lambda: asyncio.run(leave()))
+        while pool.running:
+            await asyncio.sleep(0.005)
+        before = server.requests
+        body["model"] = "fault-500"
+        with pytest.raises(JobFailed, match="attempt 1 of 1"):
+            _ = [piece async for piece in pool.stream("/chat/completions", body, attempts=1, estimated_tokens=1)]
+        assert server.requests == before + 1
+
+
 async def test_any_answer_of_success_is_one() -> None:
     async def created(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -14,6 +14,7 @@ import functools
 import os
 import re
 import tomllib
+import urllib.parse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -41,6 +42,7 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 KEY_HEADERS = frozenset(("authorization", "api-key", "x-api-key"))
 """Headers that hold keys, in lower case: never declared as they are, since declarations are shown."""
+HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 def _say(error: ValidationError, owner: type, where: str) -> ConfigError:
@@ -57,7 +59,8 @@ def _say(error: ValidationError, owner: type, where: str) -> ConfigError:
             lines.append(f"'{key}' is missing")
         else:
             what = f"'{key}' = {fault['input']!r}: " if key else ""
-            lines.append(f"{what}{fault['msg'].removeprefix('Value error, ')}")
+            said = fault["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
+            lines.append(f"{what}{said}")
     return ConfigError(f"{where}: " + "; ".join(lines))
 
 
@@ -76,6 +79,19 @@ def declared(cls: type[_T]) -> type[_T]:
 
     made.__init__ = init
     return made
+
+
+def _check_address(url: str) -> None:
+    """Raises ValueError for an address that no request could be sent to, or that a path can't be put behind."""
+    try:
+        address = urllib.parse.urlsplit(url)
+        whole = bool(address.hostname) and (address.port is None or address.port > 0) and not re.search(r"\s", url)
+    except ValueError:
+        whole = False
+    if not whole:
+        raise ValueError(f"'url' = {url!r} is no address: it needs a host, and a port from 1 to 65535 if any")
+    if address.query or address.fragment:
+        raise ValueError("'url' must end with its path; a key belongs into api_key_env or api_key_file")
 
 
 @declared
@@ -125,6 +141,8 @@ class Endpoint:
             raise ValueError("'url' must start with http://, https:// or local:")
         if "@" in self.url.partition("://")[2].partition("/")[0]:
             raise ValueError("'url' holds a user or password; put keys into api_key_env or api_key_file")
+        if not self.url.startswith("local:"):
+            _check_address(self.url)
         if self.api_key_env and self.api_key_file:
             raise ValueError("give either api_key_env or api_key_file, not both")
         if self.api_key_env and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
@@ -134,8 +152,15 @@ class Endpoint:
                 raise ValueError(
                     f"'headers' holds {header!r}, a key's place; use api_key_env or api_key_file, and api_key_header"
                 )
-        if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", self.api_key_header):
+        if not HEADER_NAME.fullmatch(self.api_key_header):
             raise ValueError(f"'api_key_header' = {self.api_key_header!r} is no name of a header")
+        for header, value in self.headers.items():
+            if not HEADER_NAME.fullmatch(header) or not value.isprintable():
+                raise ValueError(
+                    f"'headers' holds {header!r}, which can't be sent: a name or value with odd characters"
+                )
+        if not self.label.isprintable():
+            raise ValueError(f"'name' = {self.label!r} holds characters that no table can show")
         if not self.models:
             raise ValueError("'models' is empty: the endpoint would never be used")
         return self

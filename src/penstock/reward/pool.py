@@ -22,7 +22,7 @@ import msgspec
 from penstock.errors import ConfigError, PoolError
 from penstock.reward.asking import check_options, estimated_tokens_of, own_options
 from penstock.reward.cache import AnswerCache, SingleFlight, content_key
-from penstock.reward.elsewhere import carried
+from penstock.reward.elsewhere import carried, carried_stream
 from penstock.reward.failures import DeadlinePassed, PoolClosed
 from penstock.reward.jobs import Job
 from penstock.reward.limits import Endpoint, PoolConfig, PoolOptions, load_pool, read_key
@@ -170,28 +170,56 @@ class ComputePool:
         return await self._at_home(work, self._scheduler.options.timeout_s if deadline_s is None else deadline_s)
 
     async def stream(
-        self, path: str, body: dict[str, Any], *, priority: float = 0.0, deadline_s: float | None = None
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        priority: float = 0.0,
+        deadline_s: float | None = None,
+        estimated_tokens: float | None = None,
+        attempts: int | None = None,
     ) -> AsyncIterator[Any]:
-        """Yields the JSON of each server-sent event of a streamed answer. Only on the pool's own loop.
+        """Yields the JSON of each server-sent event of a streamed answer.
 
         Retried while nothing has come; raises `JobFailed` when it breaks off later. Leaving it cancels the request.
         """
-        pieces = self.stream_bytes(path, {**body, "stream": True}, priority=priority, deadline_s=deadline_s)
+        pieces = self.stream_bytes(
+            path,
+            {**body, "stream": True},
+            priority=priority,
+            deadline_s=deadline_s,
+            estimated_tokens=estimated_tokens,
+            attempts=attempts,
+        )
         async with contextlib.aclosing(pieces):
             async for data in lines_of(pieces):
                 yield msgspec.json.decode(data)
 
     async def stream_bytes(
-        self, path: str, body: dict[str, Any], *, priority: float = 0.0, deadline_s: float | None = None
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        priority: float = 0.0,
+        deadline_s: float | None = None,
+        estimated_tokens: float | None = None,
+        attempts: int | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """The pieces of a streamed answer as they come."""
         loop = self._bind()
         if loop is not asyncio.get_running_loop():
-            raise ConfigError("a stream has to be read on the loop that the pool runs on")
+            how: dict[str, Any] = {"priority": priority, "deadline_s": deadline_s}
+            how |= {"estimated_tokens": estimated_tokens, "attempts": attempts}
+            async with contextlib.aclosing(
+                carried_stream(lambda: self.stream_bytes(path, body, **how), loop)
+            ) as carried_pieces:
+                async for piece in carried_pieces:
+                    yield piece
+            return
         pieces: asyncio.Queue[bytes] = asyncio.Queue(STREAM_AHEAD)
         call = Call(Request(path, body, stream=True), pieces)
         ended = call.waiter = loop.create_future()
-        job = self._submit(call, priority, deadline_s, None, None, None)
+        job = self._submit(call, priority, deadline_s, estimated_tokens, attempts, None)
         try:
             while True:
                 following = asyncio.ensure_future(pieces.get())
