@@ -260,6 +260,54 @@ def test_a_weight_swap_takes_effect_between_two_steps_and_reuses_no_cache(device
         torch.testing.assert_close(torch.tensor(collected.logprobs[lease]), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("part", [3, 8, 64])
+def test_tokens_come_in_every_step_of_a_swap_and_none_is_drawn_from_both_versions(part: int) -> None:
+    other = tiny_model("qwen2", seed=1, initializer_range=0.1)
+    prompts = {0: [1, 2, 3], 1: [4, 5], 2: [6] * 20, 3: [7]}
+    core = core_for(MODEL, version=3, max_running=3, renew_tokens_per_step=part)
+    core.start([start(lease, prompt, Sampling(max_new_tokens=40)) for lease, prompt in prompts.items()])
+    for _ in range(6):
+        core.step()
+    told: list[EngineError | None] = []
+    core.swap_soon(core.prepare(staged(other, 4)), told.append)
+    while core.swapping or core.running < 3:
+        before = core.tokens_generated
+        core.step()
+        assert core.tokens_generated > before
+        assert core.version == (3 if core.swapping else 4)
+    assert told == [None]
+    collected = Collected()
+    while core.has_work:
+        core.step()
+    collected.drain(core)
+    for lease, prompt in prompts.items():
+        tokens, versions = collected.tokens[lease], collected.versions[lease]
+        assert versions == sorted(versions)
+        cut = versions.index(4)
+        expected = torch.cat((fresh_logprobs(MODEL, prompt, tokens)[:cut], fresh_logprobs(other, prompt, tokens)[cut:]))
+        torch.testing.assert_close(torch.tensor(collected.logprobs[lease]), expected, atol=1e-4, rtol=0)
+    assert all(len(tokens) == 40 for tokens in collected.tokens.values())
+
+
+def test_a_sequence_that_is_stopped_while_weights_wait_for_it_keeps_them_waiting_no_longer() -> None:
+    core = core_for(MODEL, renew_tokens_per_step=2)
+    core.start(jobs(4))
+    core.step()
+    told: list[EngineError | None] = []
+    core.swap_soon(core.prepare(staged(MODEL, 1)), told.append)
+    core.step()
+    assert core.swapping
+    assert core.waiting == 1
+    waiting = set(range(4)) - {sequence.lease for sequence in core._active}
+    core.stop(sorted(waiting))
+    assert (core.version, told) == (1, [None])
+    core.swap_soon(core.prepare(staged(MODEL, 2)), told.append)
+    core.swap_soon(core.prepare(staged(MODEL, 3)), told.append)
+    while core.has_work:
+        core.step()
+    assert (core.version, told) == (3, [None, None, None])
+
+
 def test_weights_that_do_not_fit_leave_the_old_version_serving(device: str, alone: dict[int, list[int]]) -> None:
     core = core_for(MODEL, version=1, device=torch.device(device))
     with pytest.raises(EngineError, match=r"another model \(.*layers.* changed\)"):
@@ -291,7 +339,7 @@ class Batching(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.core = core_for(MODEL, max_running=3, prefill_tokens_per_step=24)
+        self.core = core_for(MODEL, max_running=3, prefill_tokens_per_step=24, renew_tokens_per_step=3)
         self.collected = Collected()
         self.jobs: dict[int, SequenceStart] = {}
         self.stopped: set[int] = set()
@@ -324,7 +372,13 @@ class Batching(RuleBasedStateMachine):
 
     @rule()
     def swap_in_the_same_weights(self) -> None:
+        self.core.swap_now()
         self.core.swap(self.core.prepare(staged(MODEL, self.core.version + 1)))
+
+    @rule()
+    def swap_soon_to_the_same_weights(self) -> None:
+        self.core.swap_now()
+        self.core.swap_soon(self.core.prepare(staged(MODEL, self.core.version + 1)), lambda error: None)
 
     @invariant()
     def bounds_hold(self) -> None:

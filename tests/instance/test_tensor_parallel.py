@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from builtin_models import Collected, core_for, run_to_end, staged, start, tiny_model
+from builtin_models import Collected, core_for, fresh_logprobs, run_to_end, staged, start, tiny_model
 
 from penstock.errors import EngineError
 from penstock.instance.builtin.engine import BuiltinEngine
@@ -116,13 +116,21 @@ async def swaps_and_refusals(engine: BuiltinEngine) -> None:
             await engine.update_weights(bad)
     assert engine.version == 1
     same(await generated(engine, jobs_of(10)), run_to_end(core_for(FAMILIES["qwen3"]), jobs_of(10)))
-    running = start(20, [4, 4], Sampling(max_new_tokens=60, temperature=0.0))
+    prompts = {20: [4, 4], 21: [5] * 30, 22: [6]}
     collected = Collected()
-    engine.start([running])
-    await read_until(engine, collected, lambda: bool(collected.tokens))
-    await engine.update_weights(staged(other, 4))
-    await read_until(engine, collected, lambda: collected.finishes.get(20) is Finish.LENGTH)
-    assert set(collected.versions[20]) == {1, 4}
+    engine.start([start(lease, prompt, Sampling(max_new_tokens=60)) for lease, prompt in prompts.items()])
+    await read_until(engine, collected, lambda: len(collected.tokens) == 3)
+    # Read while it swaps: with nobody who reads, weights don't wait for a sequence to be prefilled with them.
+    swapping = asyncio.create_task(engine.update_weights(staged(other, 4)))
+    await read_until(engine, collected, lambda: all(finish is Finish.LENGTH for finish in collected.finishes.values()))
+    await swapping
+    for lease, prompt in prompts.items():
+        tokens, versions = collected.tokens[lease], collected.versions[lease]
+        assert set(versions) == {1, 4}
+        cut = versions.index(4)
+        old, new = (fresh_logprobs(model, prompt, tokens) for model in (FAMILIES["qwen3"], other))
+        expected = torch.cat((old[:cut], new[cut:]))
+        torch.testing.assert_close(torch.tensor(collected.logprobs[lease]), expected, atol=1e-4, rtol=0)
     same(await generated(engine, jobs_of(30)), run_to_end(core_for(other), jobs_of(30)))
 
 

@@ -3,7 +3,9 @@
 Decides which sequences run (first come, first served, into a compact prefix of the cache's slots), when prompts are
 prefilled (at most `prefill_tokens_per_step` padded tokens a step, so that decoding is not starved), and when a
 sequence ends. Owns no thread and reads no clock; `BuiltinEngine` runs it. A sequence that is running when the weights
-change is prefilled again, because keys and values of older weights are not reused.
+change is prefilled again, because keys and values of older weights are not reused: in parts, with decode steps between
+them, the shortest sequence first. That one is prefilled with the new weights while others still decode with the old
+ones, where both are at hand, and the weights change when it is ready: generation does not pause for it.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import math
 import struct
 from array import array
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,17 +24,13 @@ from penstock.instance.builtin.checkpoint import tensors_of_staged
 from penstock.instance.builtin.draw import DrawRows, draw, draw_rows
 from penstock.instance.builtin.kv_cache import CachePlan, KVCache, plan_cache
 from penstock.instance.builtin.model import Decoder, DecoderWeights, build_weights
-from penstock.instance.builtin.philox import uniforms
 from penstock.instance.builtin.rank_weights import share_of_staged
 from penstock.instance.builtin.ranks import LeadCache, LeadDecoder, Ranks
+from penstock.instance.builtin.running import Rows, RunningSequence, begun
 from penstock.instance.builtin.spec import ModelSpec, parse_model_spec
 from penstock.instance.engine import SequenceStart, TokenDelta
 from penstock.sample import Finish
 from penstock.weights.manifest import StagedWeights
-from penstock.wire import Sampling
-
-_UNIFORMS_AHEAD = 128
-"""Random numbers computed at once for a sequence: one call costs about as much for 1 as for 128."""
 
 _ATTENDED_MULTIPLE = 16
 """Attended length is rounded up to this many positions, so that a GPU sees few different shapes."""
@@ -51,6 +49,22 @@ class CoreOptions:
     sequences run at once."""
     prefill_tokens_per_step: int = 4096
     """Most padded tokens prefilled before the next decode step; one longer prompt is taken alone."""
+    renew_tokens_per_step: int = 0
+    """The same for sequences that were running when the weights changed, and longer ones are taken in parts: no token
+    comes meanwhile. 0 is 64 on a CPU, and 2048 on a GPU, where a small pass takes as long."""
+
+
+Told = Callable[[EngineError | None], None]
+"""Hears once that weights serve, or why they don't."""
+
+
+@dataclass(slots=True)
+class _Partial:
+    """A sequence that is prefilled in parts; its first `done` tokens are in `slot`, behind those that run."""
+
+    sequence: RunningSequence
+    slot: int
+    done: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,40 +75,6 @@ class PreparedWeights:
     spec: ModelSpec
     dtype: torch.dtype
     weights: DecoderWeights
-
-
-@dataclass(slots=True)
-class _Sequence:
-    lease: int
-    seed: int
-    sampling: Sampling
-    prompt_ids: list[int]
-    output_ids: list[int]
-    """The prefix and all tokens drawn."""
-    stop_ids: frozenset[int]
-    length_limit: int
-    """Output tokens at which it ends as Finish.LENGTH."""
-    taken: int
-    """Output tokens that a delta has carried, or that came as the prefix."""
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
-    """Of the output tokens from `taken` on."""
-    uniforms: list[float] = field(default_factory=list)
-    uniforms_start: int = 0
-    finish: Finish = Finish.RUNNING
-    cause: str = ""
-
-    @property
-    def tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.output_ids)
-
-    def next_uniform(self) -> float:
-        """The random number of the next output token."""
-        position = len(self.output_ids)
-        offset = position - self.uniforms_start
-        if not 0 <= offset < len(self.uniforms):
-            self.uniforms = uniforms(self.seed, position, _UNIFORMS_AHEAD)
-            self.uniforms_start, offset = position, 0
-        return self.uniforms[offset]
 
 
 class BuiltinCore:
@@ -117,15 +97,19 @@ class BuiltinCore:
         self._progress = progress
         self._ranks = ranks
         self._decoder: Decoder | None = None
-        self._waiting: deque[_Sequence] = deque()
-        self._active: list[_Sequence] = []
+        self._waiting: deque[RunningSequence] = deque()
+        self._active: list[RunningSequence] = []
         """Sequence in slot i at place i."""
-        self._ended: list[_Sequence] = []
+        self._ended: list[RunningSequence] = []
         """Ended and not yet in a delta."""
-        self._by_lease: dict[int, _Sequence] = {}
+        self._by_lease: dict[int, RunningSequence] = {}
         self._deltas: list[TokenDelta] = []
         """Cut at a weight swap and not yet taken."""
-        self._rows: _Rows | None = None
+        self._rows: Rows | None = None
+        self._partial: _Partial | None = None
+        """Of the first that waits; nobody else is admitted before it is whole."""
+        self._soon: tuple[PreparedWeights, Told] | None = None
+        """Weights that serve once the first sequence is prefilled with them."""
 
     # ---- what it holds
 
@@ -150,6 +134,11 @@ class BuiltinCore:
     def has_work(self) -> bool:
         """True while a step would do something."""
         return bool(self._active or self._waiting)
+
+    @property
+    def swapping(self) -> bool:
+        """True while weights wait for the first sequence to be prefilled with them; `swap_now` waits no longer."""
+        return self._soon is not None
 
     @property
     def max_running(self) -> int:
@@ -201,11 +190,52 @@ class BuiltinCore:
             if self._ranks is not None:
                 self._ranks.swap(prepared.version, self._decoder.cache.plan)
             self._cut_delta()
-            self._waiting.extendleft(reversed(self._active))
-            self._active.clear()
+            self._renew()
             self._rows = None
             self._decoder.replace_weights(prepared.weights)
         self.version = prepared.version
+
+    def swap_soon(self, prepared: PreparedWeights, told: Told) -> None:
+        """Serves `prepared` as soon as one sequence is prefilled with it, in the steps to come; `told` hears of it.
+
+        Until then the others go on with the weights that serve; that one draws nothing with them any more.
+        """
+        self.swap_now()
+        self._soon = (prepared, told)
+        ahead = prepared.weights.embedding_VC.device == self.options.device
+        if self._decoder is None or not ahead or len(self._active) < 2 or self._partial is not None:
+            self.swap_now()
+            return
+        slot = min(range(len(self._active)), key=lambda slot: self._active[slot].tokens)
+        first = self._active[slot]
+        self._vacate([slot])
+        first.renews = True
+        self._waiting.appendleft(first)
+        self._partial = _Partial(first, len(self._active))
+
+    def swap_now(self) -> None:
+        """Serves what `swap_soon` was given, if that is not done yet."""
+        if self._soon is None:
+            return
+        (prepared, told), self._soon = self._soon, None
+        self._drop_partial()
+        try:
+            self.swap(prepared)
+        except EngineError as error:
+            told(error)
+        else:
+            told(None)
+
+    def _renew(self) -> None:
+        """Every running sequence waits for a prefill of its own, before those that have not begun."""
+        again = [sequence for sequence in self._waiting if sequence.renews] + self._active
+        fresh = [sequence for sequence in self._waiting if not sequence.renews]
+        for sequence in again:
+            sequence.renews = True
+        self._drop_partial()
+        again.sort(key=lambda sequence: sequence.tokens)
+        self._waiting = deque(again + fresh)
+        self._active.clear()
 
     def _first_decoder(self, prepared: PreparedWeights) -> Decoder:
         options, ranks = self.options, self._ranks
@@ -230,7 +260,7 @@ class BuiltinCore:
         for start in sequences:
             if start.lease in self._by_lease:
                 raise EngineError(f"lease {start.lease} is already in use")
-            sequence = self._sequence(start)
+            sequence = begun(start, self.spec, self.max_context_tokens)
             self._by_lease[start.lease] = sequence
             if sequence.finish is Finish.RUNNING:
                 self._waiting.append(sequence)
@@ -246,57 +276,15 @@ class BuiltinCore:
         self._waiting = deque(sequence for sequence in self._waiting if sequence.lease not in gone)
         self._ended = [sequence for sequence in self._ended if sequence.lease not in gone]
         self._vacate([slot for slot, sequence in enumerate(self._active) if sequence.lease in gone])
+        if self._partial is not None and self._partial.sequence.lease in gone:
+            self._drop_partial()
+            self.swap_now()
 
     def rest(self, release_memory: bool) -> None:
         """Forgets every sequence, and gives the KV cache's memory back until the next one is admitted."""
         self.stop(list(self._by_lease))
         if release_memory and self._decoder is not None:
             self._decoder.cache.release()
-
-    def _sequence(self, start: SequenceStart) -> _Sequence:
-        sampling, prompt, prefix = start.sampling, list(start.prompt_ids), list(start.prefix_ids)
-        room = self.max_context_tokens - len(prompt)
-        sequence = _Sequence(
-            lease=start.lease,
-            seed=start.seed,
-            sampling=sampling,
-            prompt_ids=prompt,
-            output_ids=prefix,
-            stop_ids=frozenset(sampling.stop_ids),
-            length_limit=min(sampling.max_new_tokens, room),
-            taken=len(prefix),
-        )
-        cause = self._refusal(prompt, prefix)
-        if cause:
-            sequence.finish, sequence.cause = Finish.FAILED, cause
-        elif prefix and prefix[-1] in sequence.stop_ids:
-            sequence.finish = Finish.STOP
-        elif len(prefix) >= sequence.length_limit:
-            sequence.finish = Finish.LENGTH
-        return sequence
-
-    def _refusal(self, prompt: list[int], prefix: list[int]) -> str:
-        """Why a sequence can't be generated; empty if it can."""
-        if self.spec is None:
-            return "the engine has no weights yet"
-        if not prompt:
-            return "the prompt is empty"
-        vocab = self.spec.vocab_size
-        for what, ids in (("prompt", prompt), ("prefix", prefix)):
-            if ids and not (min(ids) >= 0 and max(ids) < vocab):
-                worst = min(ids) if min(ids) < 0 else max(ids)
-                return f"the {what} holds token id {worst}; the model's vocabulary has ids 0 to {vocab - 1}"
-        room = self.max_context_tokens - len(prompt)
-        if room < 1:
-            return (
-                f"the prompt of {len(prompt)} tokens leaves no room in the context of {self.max_context_tokens} tokens"
-            )
-        if len(prefix) > room:
-            return (
-                f"the prompt of {len(prompt)} tokens and its prefix of {len(prefix)} are over the context of "
-                f"{self.max_context_tokens} tokens"
-            )
-        return ""
 
     # ---- steps
 
@@ -324,22 +312,28 @@ class BuiltinCore:
             return
         decoder.cache.allocate()
         row_of: dict[tuple[int, ...], int] = {}
-        admitted: list[_Sequence] = []
+        admitted: list[RunningSequence] = []
         longest = 0
-        while self._waiting and len(admitted) < free:
+        renews = self._waiting[0].renews
+        most = self._renew_tokens if renews else self.options.prefill_tokens_per_step
+        if self._partial is not None or (renews and self._waiting[0].tokens > most):
+            self._prefill_part(decoder, most)
+            return
+        while self._waiting and len(admitted) < free and self._waiting[0].renews == renews:
             sequence = self._waiting[0]
             ids = (*sequence.prompt_ids, *sequence.output_ids)
             widest = max(longest, len(ids))
             if ids not in row_of:
-                if row_of and widest * (len(row_of) + 1) > self.options.prefill_tokens_per_step:
+                if row_of and widest * (len(row_of) + 1) > most:
                     break
                 row_of[ids] = len(row_of)
                 longest = widest
+            sequence.renews = False
             admitted.append(self._waiting.popleft())
         self._prefill(decoder, admitted, row_of, longest)
 
     def _prefill(
-        self, decoder: Decoder, admitted: list[_Sequence], row_of: dict[tuple[int, ...], int], longest: int
+        self, decoder: Decoder, admitted: list[RunningSequence], row_of: dict[tuple[int, ...], int], longest: int
     ) -> None:
         device = self.options.device
         # Padded with tokens of its own, a row is finite or not on its own account.
@@ -356,24 +350,80 @@ class BuiltinCore:
         self._rows = None
         self._take_drawn(admitted, ids_B, logprobs_B, first_slot)
 
+    @property
+    def _renew_tokens(self) -> int:
+        return self.options.renew_tokens_per_step or (64 if self.options.device.type == "cpu" else 2048)
+
+    def _prefill_part(self, decoder: Decoder, most: int) -> None:
+        """The next tokens of the first sequence that waits; with the last of them it runs."""
+        device, slot = self.options.device, len(self._active)
+        partial = self._partial = self._partial or _Partial(self._waiting[0], slot)
+        sequence, start = partial.sequence, partial.done
+        if partial.slot != slot and start:
+            # Those before it have become fewer.
+            decoder.cache.move(partial.slot, slot, start)
+        partial.slot = slot
+        ids = [*sequence.prompt_ids, *sequence.output_ids]
+        part = torch.tensor(ids[start : start + most], device=device)
+        ahead = self._soon[0] if self._soon is not None else None
+        with decoder.ahead(*((ahead.version, ahead.weights) if ahead is not None else ())):
+            logits = decoder.extend(part, slot, start)
+        partial.done += len(part)
+        self.tokens_prefilled += len(part)
+        if partial.done < len(ids):
+            return
+        self._partial = None
+        if self._soon is None or self._swap_for(decoder, sequence, slot):
+            self._run_one(sequence, logits)
+
+    def _swap_for(self, decoder: Decoder, sequence: RunningSequence, slot: int) -> bool:
+        """The weights that `sequence` is prefilled with serve now, and it is the first to run; False if they don't."""
+        assert self._soon is not None
+        (prepared, told), self._soon = self._soon, None
+        try:
+            self.swap(prepared)
+        except EngineError as error:
+            told(error)
+            return False
+        if slot:
+            decoder.cache.move(slot, 0, sequence.tokens)
+        told(None)
+        return True
+
+    def _run_one(self, sequence: RunningSequence, logits: torch.Tensor) -> None:
+        sequence.renews = False
+        self._waiting = deque(other for other in self._waiting if other is not sequence)
+        slot = len(self._active)
+        self._active.append(sequence)
+        self._rows = None
+        drawing = draw_rows([sequence.sampling], logits.shape[1], self.options.device)
+        ids_B, logprobs_B = draw(logits, drawing, self._uniforms([sequence], drawing))
+        self._take_drawn([sequence], ids_B, logprobs_B, slot)
+
+    def _drop_partial(self) -> None:
+        partial, self._partial = self._partial, None
+        if partial is not None and partial.done and self._decoder is not None:
+            # It may hold what is not finite, and is behind the end of whoever has the slot next.
+            self._decoder.cache.wipe(partial.slot)
+
     def _decode(self, decoder: Decoder) -> None:
         rows = self._rows
         if rows is None:
-            rows = self._rows = _Rows.of(self._active, decoder.vocab_size, self.options.device)
+            rows = self._rows = Rows.of(self._active, decoder.vocab_size, self.options.device)
         attended = min(-(-rows.longest // _ATTENDED_MULTIPLE) * _ATTENDED_MULTIPLE, self.max_context_tokens)
         logits = decoder.decode(rows.ids_B, rows.positions_B, attended)
         ids_B, logprobs_B = draw(logits, rows.drawing, self._uniforms(self._active, rows.drawing))
         rows.advance(ids_B)
         self._take_drawn(self._active, ids_B, logprobs_B, 0)
 
-    def _uniforms(self, sequences: list[_Sequence], drawing: DrawRows) -> torch.Tensor | None:
+    def _uniforms(self, sequences: list[RunningSequence], drawing: DrawRows) -> torch.Tensor | None:
         if drawing.all_greedy:
             return None
         numbers = [sequence.next_uniform() for sequence in sequences]
         return torch.tensor(numbers, dtype=torch.float64).to(self.options.device, non_blocking=True)
 
     def _take_drawn(
-        self, sequences: list[_Sequence], ids_B: torch.Tensor, logprobs_B: torch.Tensor, first_slot: int
+        self, sequences: list[RunningSequence], ids_B: torch.Tensor, logprobs_B: torch.Tensor, first_slot: int
     ) -> None:
         """Appends one drawn token to each sequence and ends those that are done."""
         ids, logprobs = torch.stack((ids_B.double(), logprobs_B.double())).tolist()
@@ -439,35 +489,6 @@ class BuiltinCore:
         self._ended.clear()
         if delta.leases:
             self._deltas.append(delta)
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Device columns of the running sequences, advanced in place until the set of them changes."""
-
-    ids_B: torch.Tensor
-    """Each sequence's last token: drawn, and not yet in the cache."""
-    positions_B: torch.Tensor
-    """Where that token goes in the cache."""
-    longest: int
-    """Positions that the longest sequence attends to."""
-    drawing: DrawRows
-
-    @staticmethod
-    def of(sequences: list[_Sequence], vocab_size: int, device: torch.device) -> _Rows:
-        tokens = [sequence.tokens for sequence in sequences]
-        last = [sequence.output_ids[-1] for sequence in sequences]
-        return _Rows(
-            ids_B=torch.tensor(last, device=device),
-            positions_B=torch.tensor(tokens, device=device) - 1,
-            longest=max(tokens),
-            drawing=draw_rows([sequence.sampling for sequence in sequences], vocab_size, device),
-        )
-
-    def advance(self, ids_B: torch.Tensor) -> None:
-        self.ids_B = ids_B
-        self.positions_B += 1
-        self.longest += 1
 
 
 def _serving_dtype(tensors: dict[str, torch.Tensor]) -> torch.dtype:

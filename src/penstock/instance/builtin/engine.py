@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.errors import CheckpointError, EngineError
-from penstock.instance.builtin.core import BuiltinCore, CoreOptions
+from penstock.instance.builtin.core import BuiltinCore, CoreOptions, PreparedWeights
 from penstock.instance.builtin.ranks import RankDied, Ranks
 from penstock.instance.engine import DEFAULT_CONTEXT_TOKENS, EngineInfo, EngineLoad, SequenceStart, TokenDelta
 from penstock.weights.manifest import StagedWeights
@@ -89,6 +89,8 @@ class BuiltinEngine:
         self._death: BaseException | None = None
         self._wake = threading.Condition()
         self._commands: deque[_Command] = deque()
+        self._swap_answers: set[Future[None]] = set()
+        """Of those who wait for weights to serve."""
         self._unread = 0
         self._closing = False
         self._flushed = False
@@ -135,7 +137,7 @@ class BuiltinEngine:
         except RankDied as error:
             raise EngineError(f"the built-in engine died: {error}") from error
         first = self.version < 0
-        await self._ask(lambda: self._core.swap(prepared))
+        await self._swap(prepared)
         wanted = self._core.options.max_running
         if first and self._core.max_running < wanted:
             _log.warning(
@@ -145,6 +147,27 @@ class BuiltinEngine:
                 self._core.options.kv_cache_mib,
                 self._core.max_context_tokens,
             )
+
+    async def _swap(self, prepared: PreparedWeights) -> None:
+        """Returns when `prepared` serves: after a few steps, or at once where there are none to be made."""
+        answer: Future[None] = Future()
+
+        def told(error: EngineError | None) -> None:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(error) if error is not None else answer.set_result(None)
+
+        def begin() -> None:
+            if not answer.cancelled():
+                self._core.swap_soon(prepared, told)
+
+        answer.add_done_callback(self._swap_answers.discard)
+        self._swap_answers.add(answer)
+        try:
+            self._tell(begin)
+        except EngineError:
+            self._swap_answers.discard(answer)
+            raise
+        await asyncio.wrap_future(answer)
 
     def start(self, sequences: Sequence[SequenceStart]) -> None:
         taken = list(sequences)
@@ -270,6 +293,8 @@ class BuiltinEngine:
     def _serve(self) -> None:
         core, steps = self._core, 0
         while self._run_commands():
+            if core.swapping and not self._may_step():
+                core.swap_now()
             if core.has_work and not self._flushed:
                 core.step()
                 steps += 1
@@ -280,7 +305,7 @@ class BuiltinEngine:
     def _run_commands(self) -> bool:
         """Waits until there is something to do, runs the commands that came; False once the engine is to end."""
         with self._wake:
-            while not (self._closing or self._commands or self._may_step()):
+            while not (self._closing or self._commands or self._may_step() or self._core.swapping):
                 self._wake.wait()
             if self._closing:
                 return False
@@ -307,11 +332,9 @@ class BuiltinEngine:
             self._closing = True
             left = list(self._commands)
             self._commands.clear()
-        for command in left:
-            if command.answer is not None and command.answer.set_running_or_notify_cancel():
-                command.answer.set_exception(
-                    EngineError(f"the built-in engine ended: {self._death or 'it was closed'}")
-                )
+        for answer in [*(command.answer for command in left), *self._swap_answers]:
+            if answer is not None and answer.set_running_or_notify_cancel():
+                answer.set_exception(EngineError(f"the built-in engine ended: {self._death or 'it was closed'}"))
         self._post(None)
 
     def _tokens_per_s(self) -> float:

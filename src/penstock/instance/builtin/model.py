@@ -11,6 +11,7 @@ D head_dim, V vocabulary, L attended positions.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -256,6 +257,39 @@ class Decoder:
             )
             x_BC = self._rest(layer, x_BC, attended_BKGD.transpose(1, 2).reshape(rows, heads * dim))
         return self._logits(x_BC)
+
+    def extend(self, ids_T: torch.Tensor, slot: int, start: int) -> torch.Tensor:
+        """Runs T more tokens of one sequence whose first `start` tokens are in its slot; logits [1, V] of the last."""
+        spec, (tokens,) = self.spec, ids_T.shape
+        heads, kv_heads, dim, end = spec.heads, spec.kv_heads, spec.head_dim, start + tokens
+        turns = self._turns_PD[start:end].unsqueeze(1)
+        hidden_TP = self._columns_P[:end] > self._columns_P[start:end].unsqueeze(1)
+        mask = torch.zeros(hidden_TP.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden_TP, -math.inf)
+        mask = mask.repeat(self._groups, 1)
+        x_TC = self._embedded(ids_T)
+        for layer, cache_SKPD in zip(self.weights.layers, self.cache.layers_SKPD):
+            qkv = self._qkv(layer, x_TC).view(tokens, heads + 2 * kv_heads, dim)
+            self._turn(layer, qkv[:, : heads + kv_heads], turns)
+            cache_SKPD[slot, :, start:end].copy_(qkv[:, heads:].transpose(0, 1))
+            # A key/value head's queries of all its groups are one query axis, as in `decode`.
+            q_KQD = qkv[:, :heads].transpose(0, 1).reshape(1, kv_heads, self._groups * tokens, dim)
+            held_KPD = cache_SKPD[slot : slot + 1, :, :end]
+            attended = F.scaled_dot_product_attention(
+                q_KQD, held_KPD[:, :kv_heads], held_KPD[:, kv_heads:], attn_mask=mask
+            )
+            grouped = attended.view(kv_heads, self._groups, tokens, dim).permute(2, 1, 0, 3)
+            x_TC = self._rest(layer, x_TC, grouped.reshape(tokens, heads * dim))
+        return self._logits(x_TC[-1:])
+
+    @contextlib.contextmanager
+    def ahead(self, version: int = -1, weights: DecoderWeights | None = None) -> Iterator[None]:
+        """Passes within are made with `weights`, which do not serve yet; without any, with those that do."""
+        held = self.weights
+        self.weights = weights or held
+        try:
+            yield
+        finally:
+            self.weights = held
 
     def _qkv(self, layer: LayerWeights, x_NC: torch.Tensor) -> torch.Tensor:
         normed = F.rms_norm(x_NC, (self.spec.hidden_size,), layer.norm_in_C, self.spec.norm_eps)

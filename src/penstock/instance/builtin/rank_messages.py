@@ -22,6 +22,7 @@ __all__ = [
     "ChannelClosed",
     "Decode",
     "Done",
+    "Extend",
     "Forget",
     "Join",
     "Move",
@@ -97,6 +98,15 @@ class Decode(_Message, frozen=True):
     attended: int
 
 
+class Extend(_Message, frozen=True):
+    ids_T: bytes
+    """int64."""
+    slot: int
+    start: int
+    ahead: int
+    """A prepared version to do it with, which does not serve yet; -1 for the one that does."""
+
+
 class Move(_Message, frozen=True):
     source: int
     target: int
@@ -121,7 +131,7 @@ class Done(_Message, frozen=True):
     cause: str = ""
 
 
-ToRank = Join | Prepare | Forget | Swap | Prefill | Decode | Move | Wipe | Allocate | Release
+ToRank = Join | Prepare | Forget | Swap | Prefill | Decode | Extend | Move | Wipe | Allocate | Release
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_rank: msgspec.msgpack.Decoder[Done] = msgspec.msgpack.Decoder(Done)

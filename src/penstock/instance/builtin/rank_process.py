@@ -27,6 +27,7 @@ from penstock.instance.builtin.rank_messages import (
     ChannelClosed,
     Decode,
     Done,
+    Extend,
     Forget,
     Join,
     Move,
@@ -89,6 +90,10 @@ class Rank:
                 decoder.prefill(ids, lengths, order.first_slot, rows, order.slots)
             case Decode():
                 decoder.decode(_ids(order.ids_B), _ids(order.positions_B), order.attended)
+            case Extend():
+                ahead = (order.ahead, self._prepared[order.ahead][1]) if order.ahead >= 0 else ()
+                with decoder.ahead(*ahead):
+                    decoder.extend(_ids(order.ids_T), order.slot, order.start)
             case Move():
                 decoder.cache.move(order.source, order.target, order.tokens)
             case Wipe():

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ from penstock.instance.builtin.rank_messages import (
     Channel,
     ChannelClosed,
     Decode,
+    Extend,
     Forget,
     Join,
     Move,
@@ -261,6 +262,8 @@ class LeadDecoder(Decoder):
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, cache: KVCache, ranks: Ranks, vocab: int) -> None:
         super().__init__(spec, weights, cache, ranks.group, vocab)
         self._ranks = ranks
+        self._ahead = -1
+        """Version that passes are made with before it serves; -1 for the one that does."""
 
     def prefill(
         self,
@@ -283,6 +286,22 @@ class LeadDecoder(Decoder):
             return super().decode(ids_B, positions_B, attended)
         except RankLost as error:
             raise self._ranks.died(error) from error
+
+    def extend(self, ids_T: torch.Tensor, slot: int, start: int) -> torch.Tensor:
+        self._ranks.tell(Extend(_raw(ids_T), slot, start, self._ahead))
+        try:
+            return super().extend(ids_T, slot, start)
+        except RankLost as error:
+            raise self._ranks.died(error) from error
+
+    @contextlib.contextmanager
+    def ahead(self, version: int = -1, weights: DecoderWeights | None = None) -> Iterator[None]:
+        self._ahead = version
+        try:
+            with super().ahead(version, weights):
+                yield
+        finally:
+            self._ahead = -1
 
 
 def _raw(ids: torch.Tensor) -> bytes:
