@@ -164,6 +164,30 @@ def test_a_large_step_is_planned_on_a_part_of_it_to_about_the_same_window() -> N
     assert other.window_s == pytest.approx(one.window_s, abs=0.1 * one.step_s)
 
 
+def test_a_plan_made_bit_by_bit_is_the_one_made_at_once_and_holds_only_once_it_is_whole() -> None:
+    at_once, slowly = Offload(), Offload()
+    for _ in range(2):
+        plan, before = at_once.plan(facts(3)), slowly.plans.get(3)
+        bits = 0
+        for _ in slowly.planning(facts(3)):
+            bits += 1
+            assert slowly.plans.get(3) is before
+        assert bits >= 10
+        assert slowly.plans[3] == plan
+
+
+def test_the_first_window_is_the_longer_the_fewer_the_others_are() -> None:
+    def ends_at(remote: int) -> float:
+        shares = (k / 100 for k in range(101))
+        return next(s for s in shares if not Offload().review(WindowView(1.0, remote, s, reserved=4)).generate)
+
+    ends = [ends_at(remote) for remote in (1, 2, 4, 8, 32)]
+    assert ends == sorted(ends, reverse=True)
+    # A window that is short costs more than one that is long by as much: never below the engines' own part.
+    assert all(end >= 4 / (4 + remote) for end, remote in zip(ends, (1, 2, 4, 8, 32)))
+    assert ends[-1] < 0.5
+
+
 def test_a_step_with_a_loss_says_nothing_about_the_plan() -> None:
     offload = Offload()
     offload.plan(facts(3))
@@ -212,6 +236,15 @@ def test_time_that_is_worth_something_buys_machines() -> None:
     cheap = settled(FleetSize(config(instance_price=25.0), 4), remote_busy_s=900.0)
     hurried = settled(FleetSize(config(instance_price=25.0, hour_worth=500.0), 4), remote_busy_s=900.0)
     assert hurried > cheap
+
+
+def test_a_replayed_step_counts_machines_that_live_short_for_less_too() -> None:
+    size = FleetSize(config(start_s=600.0), 4)
+    size.ended(times(), lambda n: 100.0 / (1 + n))
+    assert size.step_s(6) == pytest.approx(100 / 7)
+    size.ended(times(preemptions=3), lambda n: 100.0 / (1 + n))
+    assert 0 < size.useful_share < 1
+    assert 100 / 7 < size.step_s(6) < 100.0
 
 
 def test_machines_that_live_short_and_start_slowly_count_for_less() -> None:

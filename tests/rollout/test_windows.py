@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,8 +13,9 @@ from rollout_helpers import SimulatedAgent, World, submit
 
 from penstock.observe.events import WindowChanged
 from penstock.rollout.manager import TRAINER, Decisions, Manager, ManagerConfig
+from penstock.rollout.offload import Offload
 from penstock.rollout.windows import HAND_OVER_S, Turn
-from penstock.wire import AgentHello, HandedOver, HandOver, TrainerTurn, TurnGranted
+from penstock.wire import AgentHello, HandedOver, HandOver, Heartbeat, TrainerTurn, TurnGranted
 
 
 class TurnWorld(World):
@@ -346,13 +348,63 @@ def test_a_window_is_learned_from_the_waits_and_the_event_says_so() -> None:
         world.pass_time(1.0)
         world.say("trained", batch)
         world.say("ended", batch, tokens=1000, train_s=1.0, rest_s=0.1)
-    learned = world.told("learned")
-    assert learned
-    first = learned[0]
+    first = next(event for event in world.told("learned") if event.trainer_wait_s >= 2.0)
     assert first.fleet == 1
-    assert first.trainer_wait_s >= 2.0
     assert f"the trainer waited {first.trainer_wait_s:.3g} s" in first.cause
     assert first.window_s != first.before_s
     assert manager.windows.policy.length_s(1) is not None
     assert world.told("opened")[-1].window_s >= 0
     assert "window" in manager.status(world.now).window
+
+
+def test_a_plan_is_made_bit_by_bit_and_frames_are_answered_in_between() -> None:
+    world = TurnWorld()
+    manager: Manager = world.manager
+    own, spot = world.join_as("own", reserved=True), world.join_as("spot", reserved=False)
+
+    def step(number: int) -> None:
+        batch = f"train-{number}"
+        world.say("begins", batch)
+        world.trainer(submit(batch, samples_per_prompt=8, max_new_tokens=60))
+        for _ in range(12):
+            world.pass_time(0.1)
+            world.play(own, 1)
+            world.play(spot, 1)
+            world.hand_over()
+        world.say("wants", batch)
+        world.hand_over()
+        world.play_out()
+        world.hand_over()
+        world.pass_time(1.0)
+        world.say("trained", batch)
+        world.say("ended", batch, tokens=1000, train_s=1.0, rest_s=0.1)
+
+    beat = Heartbeat(running=2, waiting=0, kv_tokens=50, tokens_generated=0, tokens_prefilled=0, tokens_per_s=20.0)
+    for count in range(12):
+        for agent in (own, spot):
+            world.now += 0.05
+            world.send(agent, msgspec.structs.replace(beat, tokens_generated=20 * count))
+    step(0)
+    assert not manager.thinking
+    world.say("begins", "train-1")
+    assert manager.thinking
+    assert isinstance(manager.windows.policy, Offload)
+    assert manager.windows.policy.plans == {}
+    # The step goes on meanwhile, and its words are answered.
+    world.trainer(submit("train-1", samples_per_prompt=8, max_new_tokens=60))
+    assert own.sequences
+    assert spot.sequences
+    bits = 0
+    while manager.thinking:
+        world.carry_out(manager.think(world.now))
+        bits += 1
+    assert bits > 10
+    assert set(manager.windows.policy.plans) == {1}
+    of_step = [event for event in world.events if isinstance(event, WindowChanged) and event.batch == "train-1"]
+    assert of_step[-1].window_s == manager.windows.policy.length_s(1)
+    # A machine more is planned for anew; another trainer needs no plan.
+    world.join_as("spot-2", reserved=False)
+    world.pass_time(0.01)
+    assert manager.thinking
+    manager.windows.reset()
+    assert not manager.thinking

@@ -13,7 +13,7 @@ The traces are not part of the package: PENSTOCK_SPOT_TRACES names their folder.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -33,6 +33,8 @@ PAPER = {"qwen3-8b": (1.66, 1.34), "qwen3-14b": (1.97, 1.49), "qwen3-32b": (1.51
 TARGETS = {"qwen3-8b": (1.75, 1.40), "qwen3-14b": (2.05, 1.55), "qwen3-32b": (1.60, 1.35)}
 ABLATED = "qwen3-14b"
 """The paper's ablations are of this model."""
+SEEDS = 3
+"""Of lengths and of who is taken away, on each trace in the folder."""
 ENOUGH_STEPS = 3
 """A window in which fewer steps end says more about where it was cut than about a policy."""
 
@@ -87,7 +89,13 @@ def _dense(profile: Profile, windows: list[Trace], quick: bool) -> list[Result]:
         Result(f"{name}: RLBoost / colocated, tokens per dollar", paper_money_gain, "x", note=f"paper {paper_money}"),
         at_least(f"{name}: Penstock / colocated, throughput", gain, speed, "x", note=at_bound),
         at_least(f"{name}: Penstock / colocated, tokens per dollar", money_gain, money, "x"),
-        at_least(f"{name}: Penstock / RLBoost, throughput", ours.tokens_per_s / paper.tokens_per_s, 1.10, "x"),
+        at_least(
+            f"{name}: Penstock / RLBoost, throughput",
+            same_work(ours.outcomes, paper.outcomes),
+            1.10,
+            "x",
+            note=f"{ours.tokens_per_s / paper.tokens_per_s:.3f} if each one's own steps count",
+        ),
         Result(f"{name}: trainer waits, Penstock", ours.wait_share, "share", note=f"RLBoost {paper.wait_share:.2f}"),
     ]
 
@@ -113,21 +121,27 @@ def _ablations(profile: Profile, windows: list[Trace]) -> list[Result]:
 def _everywhere(folder: Path) -> list[Result]:
     """The worst ratio over every trace in the folder, each on the two hours in which most changes."""
     profile = shipped("qwen3-8b")
-    worst, where, judged = float("inf"), "", 0
+    prices = (profile.prices.reserved, profile.prices.spot)
+    worst, where = float("inf"), ""
+    judged: set[str] = set()
+    dollars: list[float] = []
     for path in sorted(folder.rglob("*")):
         if path.suffix not in (".csv", ".txt", ".json"):
             continue
-        trace = read_trace(path)
-        window = trace.window(trace.densest(1, WINDOW_S)[0], WINDOW_S)
-        ours, paper = (_on(profile, name, window, 8) for name in ("penstock", "rlboost"))
-        if min(len(ours.steps), len(paper.steps)) < ENOUGH_STEPS:
-            continue
-        judged += 1
-        ratio = ours.tokens_per_s / paper.tokens_per_s
-        if ratio < worst:
-            worst, where = ratio, path.name
-    note = f"{where}; {judged} traces, at most 8 machines wanted"
-    return [at_least("worst trace: Penstock / RLBoost, throughput, 8B", worst, 1.0, "x", note=note)]
+        for seed in range(SEEDS):
+            trace = read_trace(path, seed)
+            window = trace.window(trace.densest(1, WINDOW_S)[0], WINDOW_S)
+            ours, paper = (_on(profile, name, window, 8, seed=seed) for name in ("penstock", "rlboost"))
+            if min(len(ours.steps), len(paper.steps)) < ENOUGH_STEPS:
+                continue
+            judged.add(path.name)
+            ratio = same_work([ours], [paper])
+            dollars.append(ours.tokens_per_dollar(*prices) / paper.tokens_per_dollar(*prices))
+            if ratio < worst:
+                worst, where = ratio, f"{path.name}, seed {seed}"
+    note = f"{where}; {len(judged)} traces of {SEEDS} seeds, at most 8 machines wanted"
+    money = f"{min(dollars):.3f} to {max(dollars):.3f} x the tokens per dollar"
+    return [at_least("worst trace: Penstock / RLBoost, throughput, 8B", worst, 1.0, "x", note=f"{note}; {money}")]
 
 
 def _static(quick: bool) -> list[Result]:
@@ -145,22 +159,38 @@ def _static(quick: bool) -> list[Result]:
                 for name in ("penstock", "rlboost")
             )
             regrets.append(ours.regret)
-            ratios.append(ours.tokens_per_s / paper.tokens_per_s)
+            ratios.append(same_work([ours], [paper]))
     note = "the bound knows every length; " + ", ".join(f"{regret:.2f}" for regret in regrets)
     results.append(at_most("mean regret on static fleets", sum(regrets) / len(regrets), 0.10, "share", note=note))
     results.append(at_least("worst static fleet: Penstock / RLBoost, throughput", min(ratios), 1.0, "x"))
     return results
 
 
-def _on(profile: Profile, name: str, window: Trace, ceiling: int, tuning: Tuning | None = None) -> Outcome:
+def _on(
+    profile: Profile, name: str, window: Trace, ceiling: int, tuning: Tuning | None = None, seed: int = 0
+) -> Outcome:
     strategy = make_strategy(name, profile, ceiling=ceiling, tuning=tuning)
-    return simulate(profile, window, strategy, duration_s=WINDOW_S)
+    return simulate(profile, window, strategy, duration_s=WINDOW_S, seed=seed)
+
+
+def same_work(ours: Sequence[Outcome], others: Sequence[Outcome]) -> float:
+    """Throughput of one against another over the steps that both ended: the n-th step has the same samples in both.
+
+    Else whoever gets further would be judged by a stretch of the trace that the other never came to.
+    """
+    ours_s = others_s = 0.0
+    for one, other in zip(ours, others, strict=True):
+        both = min(len(one.steps), len(other.steps))
+        ours_s += sum(step.times.step_s for step in one.steps[:both])
+        others_s += sum(step.times.step_s for step in other.steps[:both])
+    return others_s / ours_s
 
 
 class _Total:
     """Several runs of one strategy as one."""
 
     def __init__(self, profile: Profile, outcomes: list[Outcome]) -> None:
+        self.outcomes = outcomes
         prices = profile.prices
         tokens = self._sum(outcomes, lambda outcome: [float(step.tokens) for step in outcome.steps])
         wall_s = self._sum(outcomes, lambda outcome: [step.times.step_s for step in outcome.steps])

@@ -36,7 +36,7 @@ class FleetSizeConfig:
     """Steps in a row that must ask for a change in one direction."""
     worth: float = 0.01
     """Least saving, as a share of a step's cost, for which the number changes."""
-    indifference: float = 0.02
+    indifference: float = 0.04
     """Of numbers whose step costs so little more than the cheapest, the fastest is wanted."""
     first: int = 4
     """Asked for before anything is known."""
@@ -96,17 +96,22 @@ class FleetSize:
         """A step with so many, as far as is known."""
         if self.work_s is None:
             raise ValueError("no step has ended yet")
-        predicted = self._predicted.get(instances)
-        if predicted is None and self._predict is not None:
-            predicted = self._predict(instances)
-            if predicted is not None:
-                self._predicted[instances] = predicted
-        if predicted is not None:
-            return predicted
         useful = instances * self.useful_share
+        whole = int(useful + 1e-9)
+        below, above = self._replayed(whole), self._replayed(whole + 1) if useful - whole > 1e-9 else None
+        if below is not None:
+            return below if above is None else below + (useful - whole) * (above - below)
         engines = self.reserved_engines + useful
         split_s = (self.work_s + self.reserved_engines * self.train_s) / engines if engines > 0 else math.inf
         return max(self.train_s, split_s) + self.rest_s
+
+    def _replayed(self, instances: int) -> float | None:
+        """`predict`, asked once a step for each number."""
+        if instances not in self._predicted and self._predict is not None:
+            predicted = self._predict(instances)
+            if predicted is not None:
+                self._predicted[instances] = predicted
+        return self._predicted.get(instances)
 
     def step_cost(self, instances: int) -> float:
         """Dollars, the worth of time included."""

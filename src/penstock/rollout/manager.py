@@ -328,6 +328,7 @@ class Manager:
             self._refuse_agent(instance, cause)
         self.trainer.tick(now)
         self.windows.look()
+        self.windows.think()
         self._fail_overdue()
         self._rearrange()
         self.dispatching.move(self._now)
@@ -339,6 +340,17 @@ class Manager:
                 instance.measure_rate(now)
             if self.trainer_connected:
                 self._send(TRAINER, self.status(now))
+        return self._decided()
+
+    @property
+    def thinking(self) -> bool:
+        """`think` has something to do."""
+        return self.windows.thinking
+
+    def think(self, now: float) -> Decisions:
+        """A few milliseconds of a longer thought, for whenever nothing else is to be done. A tick has one too."""
+        self._now = now
+        self.windows.think()
         return self._decided()
 
     def shutdown(self, now: float, cause: str) -> Decisions:

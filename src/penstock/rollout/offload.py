@@ -16,11 +16,11 @@ having is `fleet_size`'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.rollout.curves import Speed
-from penstock.rollout.plan import Engine, Plan, Training, best_plan
+from penstock.rollout.plan import Engine, Plan, Training, best_plan, search
 
 __all__ = ["Facts", "FixedWindow", "Learned", "Offload", "StepTimes", "Window", "WindowView"]
 
@@ -34,14 +34,19 @@ NEAR = 0.25
 """About a planned window's end, as a share of it, what is finished decides as much as time: behind the plan, the
 trainer would starve; ahead of it, it could train."""
 UNKNOWN = 0.4
-"""Share of finished samples at which the first step's window ends, where nothing is known of the engines: enough to
-train on while the rest comes in. Else it is the reserved engines' part of all engines: then the others have left what
-they do in the same time again."""
+"""Share of finished samples at which the first step's window ends, where nothing is known, not even the number of
+reserved engines."""
+SHORT = 0.5
+"""Else it goes by the reserved engines' part of all engines, to this power: with the part itself the others would have
+left what they do in the same time again. But a window that is short by a second costs more than one that is long by
+it, since the trainer's machines then wait for the few: up to all engines over the remote ones as much. Nothing of a
+model is in it: the square root was the best of five at two to eight machines, for three models."""
 DAMPING = 2.0
 """Without a plan the window grows by the difference of the two waits over this: eta in RLBoost's Algorithm 1. A second
 more on one side is about a second less on the other, so that half the difference settles it."""
-MOST_REPLAYED = 2048
-"""Samples in one replay: a plan takes about twenty, each some microseconds a sample, and the manager waits for it."""
+MOST_REPLAYED = 1024
+"""Samples in one replay: a plan takes about twenty of them, each some microseconds a sample, and while one of them runs
+the manager does nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +149,21 @@ class Offload:
 
     def plan(self, facts: Facts) -> Plan:
         """The step on these machines. To be asked at the start of a step, and again when machines come or go."""
+        for _ in self.planning(facts):
+            pass
+        return self.plans[len(facts.remote)]
+
+    def planning(self, facts: Facts) -> Iterator[None]:
+        """The same bit by bit, for those who may not stand still: done, and in `plans`, when it is exhausted."""
         facts = self.facts = thinned(facts)
         fleet = len(facts.remote)
         near = self.plans.get(fleet)
-        plan = best_plan(facts.groups, facts.prompt_tokens, facts.remote, facts.reserved, facts.training, near)
-        self.plans[fleet] = plan
-        return plan
+        best = near
+        for found in search(facts.groups, facts.prompt_tokens, facts.remote, facts.reserved, facts.training, near):
+            best = found
+            yield
+        if best is not None:
+            self.plans[fleet] = best
 
     def review(self, view: WindowView) -> Window:
         """Whether the reserved engines go on."""
@@ -157,7 +171,7 @@ class Offload:
             return Window(True, "no remote instance")
         plan = self.plans.get(view.fleet)
         if plan is None and not self.seconds:
-            share = view.reserved / (view.reserved + view.fleet) if view.reserved else UNKNOWN
+            share = (view.reserved / (view.reserved + view.fleet)) ** SHORT if view.reserved else UNKNOWN
             return Window(view.finished < share, f"nothing is known yet: until {share:.0%} are finished")
         window_s = self.window_s(view.fleet)
         generate = view.elapsed_s < window_s

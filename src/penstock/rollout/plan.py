@@ -15,12 +15,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.rollout.curves import Speed
 
-__all__ = ["Engine", "Plan", "Training", "best_plan", "replay"]
+__all__ = ["Engine", "Plan", "Training", "best_plan", "replay", "search"]
 
 WIDTHS = (0.06, 0.09, 0.13, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0)
 """Shares of an engine's places; neighbours differ by about the square root of two, and the optimum is flat."""
@@ -249,40 +249,63 @@ def best_plan(
 
     `near`: the last plan, around which to look. Without one, everything is looked at.
     """
+    return deque(search(groups, prompt_tokens, remote, reserved, training, near), maxlen=1).pop()
+
+
+def search(
+    groups: Sequence[Sequence[int]],
+    prompt_tokens: float,
+    remote: Sequence[Engine],
+    reserved: Sequence[Engine],
+    training: Training,
+    near: Plan | None = None,
+) -> Iterator[Plan]:
+    """`best_plan`, one replay at a time: the best so far after each. Whoever may not stand still does others' work
+    in between."""
     train_s = training.token_s * sum(sum(row) + prompt_tokens * len(row) for row in groups)
+    best: Plan | None = None
 
-    def tried(width: float, window_s: float) -> Plan:
-        return replay(groups, prompt_tokens, remote, reserved, training, width, window_s)
-
-    def better(one: Plan, other: Plan) -> Plan:
-        return min(one, other, key=lambda plan: plan.step_s + IDLE_COUNTS * plan.remote_wait_s)
+    def looked(width: float, window_s: float) -> Plan:
+        nonlocal best
+        plan = replay(groups, prompt_tokens, remote, reserved, training, width, max(0.0, window_s))
+        if best is None or _loss_s(plan) < _loss_s(best):
+            best = plan
+        return best
 
     if not remote:
-        plans = [tried(width, 0.0) for width in WIDTHS]
-        best = plans[0]
-        for plan in plans[1:]:
-            best = better(best, plan)
-        return best
+        for width in WIDTHS:
+            yield looked(width, 0.0)
+        return
     if near is None:
-        best = tried(WIDTHS[-1], 0.0)
+        found = looked(WIDTHS[-1], 0.0)
+        yield found
         for width in WIDTHS[::2]:
             for share in WINDOWS:
-                best = better(best, tried(width, share * train_s))
+                found = looked(width, share * train_s)
+                yield found
     else:
-        best = tried(near.width, near.window_s)
+        found = looked(near.width, near.window_s)
+        yield found
         for share in (0.15, -0.15):
-            best = better(best, tried(best.width, max(0.0, best.window_s + share * train_s)))
+            found = looked(found.width, found.window_s + share * train_s)
+            yield found
         # Wide and narrow each have a valley of their own; lengths and fleets decide which is deeper.
-        window_s = best.window_s
+        window_s = found.window_s
         for width in ELSEWHERE:
             for part in (1.0, 0.85):
-                best = better(best, tried(width, part * window_s))
-    at = min(range(len(WIDTHS)), key=lambda k: abs(WIDTHS[k] - best.width))
+                found = looked(width, part * window_s)
+                yield found
+    at = min(range(len(WIDTHS)), key=lambda k: abs(WIDTHS[k] - found.width))
     for width in WIDTHS[max(0, at - 1) : at + 2]:
-        best = better(best, tried(width, best.window_s))
+        found = looked(width, found.window_s)
+        yield found
     for share in FINER:
-        best = better(best, tried(best.width, max(0.0, best.window_s + share * train_s)))
-    return best
+        found = looked(found.width, found.window_s + share * train_s)
+        yield found
+
+
+def _loss_s(plan: Plan) -> float:
+    return plan.step_s + IDLE_COUNTS * plan.remote_wait_s
 
 
 def _takes_moved(engine: _Running) -> bool:

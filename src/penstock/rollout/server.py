@@ -454,7 +454,15 @@ class ManagerServer:
                 self._journal.tick(time.monotonic())
             if self._desk is not None:
                 self._desk.tick(now)
-            await asyncio.sleep(self.config.tick_s)
+            await self._think(time.monotonic() + self.config.tick_s)
+
+    async def _think(self, until: float) -> None:
+        """Sleeps till the next tick; what the manager has to think of is done meanwhile, bit by bit."""
+        while self.manager.thinking and (now := time.monotonic()) < until:
+            self._carry_out(self.manager.think(now))
+            # Frames that came in the meantime go first, and as much time as a bit took is theirs.
+            await asyncio.sleep(time.monotonic() - now)
+        await asyncio.sleep(max(0.0, until - time.monotonic()))
 
     def _open_journal(self, config: JournalConfig) -> None:
         def changed(running: bool, message: str) -> None:

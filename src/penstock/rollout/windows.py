@@ -12,9 +12,10 @@ left to generate, and for an evaluation once the step itself is generated. So no
 instance the engines generate to the end; if the last one dies while the trainer trains, they go on once it has nothing
 left to train on; an engine that does not hand over within `HAND_OVER_S` loses its samples, and is not waited for.
 
-How long a window is, is the policy's (`offload`); this module shows it what was measured, and does what it says. It
-refuses to know the trainer's groups and the engines' devices. While nobody asks for windows, reserved engines are
-instances like any other.
+How long a window is, is the policy's (`offload`); this module shows it what was measured, and does what it says. A plan
+is made bit by bit (`think`), since whoever drives this has frames to answer meanwhile; until it is there, the last one
+for as many machines holds. It refuses to know the trainer's groups and the engines' devices. While nobody asks for
+windows, reserved engines are instances like any other.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from penstock.rollout.batch import Batch
 from penstock.rollout.fleet import Fleet, Instance, State
 from penstock.rollout.offload import Facts, FixedWindow, Offload, Window, WindowView
 from penstock.rollout.outbox import TRAINER, Outbox
-from penstock.rollout.plan import Engine, Training
+from penstock.rollout.plan import Engine, Plan, Training
 from penstock.rollout.step_times import StepAccount
 from penstock.rollout.tracker import Tracker
 from penstock.wire import HandOver, TrainerTurn, TurnGranted
@@ -72,6 +73,15 @@ class _Step:
     planned_for: frozenset[str] | None = None
     told_s: float | None = None
     """The window's length as last told."""
+
+
+@dataclass(slots=True)
+class _Thinking:
+    """A plan that is being made."""
+
+    names: frozenset[str]
+    """Of the remote instances that it is for."""
+    bits: Iterator[None]
 
 
 @dataclass(slots=True)
@@ -122,8 +132,14 @@ class Windows:
         """Engines that have not handed over yet."""
         self._asked_at = 0.0
         self._measured = _Measured()
+        self._thinking: _Thinking | None = None
 
     # ---- shown
+
+    @property
+    def thinking(self) -> bool:
+        """A plan is being made, and `think` goes on with it."""
+        return self._thinking is not None
 
     def may_generate(self, instance: Instance) -> bool:
         """Whether an instance may be given samples, as far as turns go."""
@@ -170,6 +186,7 @@ class Windows:
     def reset(self) -> None:
         """Another trainer is there, and has not said yet whether it takes turns."""
         self.turn, self._step, self._wants, self._cause = Turn.SHARED, None, False, ""
+        self._thinking = None
         self._owing.clear()
 
     def take(self, frame: TrainerTurn) -> None:
@@ -243,6 +260,23 @@ class Windows:
                 self._grant()
             elif cause := self._why_generate(step):
                 self._open(step, cause)
+
+    def think(self) -> None:
+        """One bit of the plan that is being made: some milliseconds. Once it is made, it is followed."""
+        thinking, step = self._thinking, self._step
+        if thinking is None:
+            return
+        if next(thinking.bits, self) is not self:
+            return
+        self._thinking = None
+        if step is None or not isinstance(self.policy, Offload):
+            return
+        step.planned_for = thinking.names
+        plan = self.policy.plans.get(len(thinking.names))
+        if plan is not None:
+            self._widen(plan)
+        self.look()
+        self._rearrange()
 
     # ---- turns
 
@@ -351,9 +385,7 @@ class Windows:
 
     def _review(self, step: _Step) -> Window:
         fleet = list(self._remote())
-        names = frozenset(instance.id for instance in fleet)
-        if step.planned_for != names and self._plan(step, fleet):
-            step.planned_for = names
+        self._plan_for(step, fleet)
         batch = self._tracker.batch(step.batch)
         finished = (batch.finished + batch.failed) / batch.samples if batch is not None else float(step.submitted)
         elapsed_s = self._out.now - step.account.began_s
@@ -364,20 +396,35 @@ class Windows:
             self._note(step, "planned", f"{len(fleet)} remote instances now", before_s=step.told_s)
         return answer
 
-    def _plan(self, step: _Step, fleet: list[Instance]) -> bool:
-        """Plans the step on the machines that are there; False while too little is known for that."""
+    def _plan_for(self, step: _Step, fleet: list[Instance]) -> None:
+        """Begins a plan of the step on these machines, unless there is one or it is being made."""
+        names = frozenset(instance.id for instance in fleet)
+        if names == step.planned_for or (self._thinking is not None and self._thinking.names == names):
+            return
+        facts = self._facts(step, fleet)
+        if facts is None or not isinstance(self.policy, Offload):
+            return
+        self._thinking = _Thinking(names, self.policy.planning(facts))
+        known = self.policy.plans.get(len(fleet))
+        if known is not None:
+            self._widen(known)
+
+    def _widen(self, plan: Plan) -> None:
+        if isinstance(self._balance, Balanced):
+            self._balance.width = plan.width
+
+    def _facts(self, step: _Step, fleet: list[Instance]) -> Facts | None:
+        """None while too little is known for a plan."""
         balance, measured = self._balance, self._measured
         if not isinstance(self.policy, Offload) or not isinstance(balance, Balanced):
-            return False
+            return None
         if not (measured.groups and measured.token_s):
-            return False
+            return None
         remote, reserved = self._engines(balance, fleet), self._engines(balance, list(self._reserved()))
         if remote is None or reserved is None:
-            return False
+            return None
         training = Training(measured.token_s, step.micro_batch_samples, measured.switch_s, measured.rest_s)
-        facts = Facts(measured.groups, measured.prompt_tokens, remote, reserved, training)
-        balance.width = self.policy.plan(facts).width
-        return True
+        return Facts(measured.groups, measured.prompt_tokens, remote, reserved, training)
 
     def _engines(self, balance: Balanced, instances: list[Instance]) -> list[Engine] | None:
         found = []
