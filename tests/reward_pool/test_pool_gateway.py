@@ -287,6 +287,32 @@ async def test_callers_in_flight_are_told_that_the_command_has_ended(tmp_path: P
             assert b"2 requests in work" in await process.stdout.read()
 
 
+async def test_the_command_serves_on_when_nobody_reads_its_table_any_more(tmp_path: Path) -> None:
+    async with ProviderServer() as server:
+        (tmp_path / "pool.toml").write_text(f'[[endpoints]]\nurl = "{server.url}"\n')
+        reading, writing = os.pipe()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "penstock", "gateway", "pool.toml", "--port", "0", "--table-every", "0.05"),
+            cwd=tmp_path,
+            stdout=writing,
+            stderr=subprocess.PIPE,
+        )
+        os.close(writing)
+        try:
+            url = (await asyncio.to_thread(os.read, reading, 1000)).decode().split()[-1]
+            os.close(reading)
+            for _ in range(3):  # each changes the table
+                assert (await post(url, "/chat/completions", CHAT))[0] == 200
+                await asyncio.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            _, errors = await asyncio.wait_for(process.communicate(), 60)
+            assert (process.returncode, errors) == (0, b"")
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
 @contextlib.asynccontextmanager
 async def serving(folder: Path, *options: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """`penstock gateway pool.toml` in a folder, and its address."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import re
 import socket
 import ssl
@@ -75,8 +76,11 @@ async def test_a_model_can_have_another_name_at_an_endpoint() -> None:
         assert (await pool.chat(model="m", messages=USER))["model"] == "m-2026"
 
 
-async def test_keys_and_headers_are_sent_and_the_key_is_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keys_and_headers_are_sent_and_the_key_is_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    caplog.set_level(logging.DEBUG)
     events: list[AttemptEnded] = []
     async with ProviderServer(key="s3cret") as server:
         endpoint = Endpoint(server.url, api_key_env="JUDGE_KEY", headers={"x-team": "rl"})
@@ -87,8 +91,8 @@ async def test_keys_and_headers_are_sent_and_the_key_is_nowhere_else(monkeypatch
         async with ComputePool([endpoint], ONCE) as pool:
             with pytest.raises(JobFailed, match="HTTP 401") as error:
                 await ask(pool)
-    assert "s3cret" not in text
-    assert "wr0ng" not in str(error.value)
+    assert "s3cret" not in text + caplog.text
+    assert "wr0ng" not in str(error.value) + caplog.text
 
 
 @pytest.mark.parametrize("status", [401, 200])

@@ -112,4 +112,11 @@ class Screen:
         return f"\r\x1b[{rows}A\x1b[J"
 
     def _write(self, text: str) -> None:
-        print(text, end="", file=self._stream, flush=True)
+        """A reader that has gone (a closed terminal, an ended `tee`) must not end the work that is shown."""
+        try:
+            print(text, end="", file=self._stream, flush=True)
+        except OSError:
+            self.redraws = False
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
