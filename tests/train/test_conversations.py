@@ -87,6 +87,9 @@ def test_a_run_learns_from_conversations_and_says_what_was_asked(make_run: MakeR
         assert sample.outcome is not None
         assert sample.outcome.parts == ({"asked": sample.turns - 1.0} if sample.turns > 1 else {})
     assert run.metrics[0]["reward/asked"] > 0
+    first = [sample for sample in samples if sample.id.batch == "train-0"]
+    assert run.metrics[0]["turns_mean"] == sum(sample.turns for sample in first) / 16
+    assert run.metrics[0]["environment_tokens"] == sum(len(sample.token_ids) - sample.own_tokens for sample in first)
     assert run.metrics[0]["response_tokens"] == sum(s.own_tokens for s in samples if s.id.batch == "train-0")
     assert environment.closed == len(run.scorer.scored), "an evaluation's conversations are over too"
     assert len(environment.seeds) == len(run.scorer.scored), "each sample has a seed of its own"

@@ -61,6 +61,8 @@ class Intake:
         self._cancelled = False
         self._arrived = 0
         self._ended = False
+        self._rewarded = 0
+        self._reward_s = 0.0
         self.lengths: list[int] = []
         """Of each sample counted, its own tokens."""
         self.tokens = 0
@@ -185,8 +187,11 @@ class Intake:
 
     async def _score(self, sample: Sample, unscored: str = "") -> None:
         """Gives a sample its score, or the cause why there can't be one, and packs it."""
+        began = self._clock()
         sample.score = Unscored(unscored) if unscored else await self._scorer.score(sample)
         with self._changed:
+            self._rewarded += 1
+            self._reward_s += self._clock() - began
             self.packer.add(sample)
             self._keep(sample)
             self._last_news = self._clock()
@@ -277,6 +282,18 @@ class Intake:
     def rollout_s(self) -> float:
         """From the batch's submission to its last sample so far."""
         return self.last_arrival - self.started
+
+    @property
+    def reward_s_mean(self) -> float:
+        """From a sample's last token to its score, mean over samples."""
+        return self._reward_s / max(1, self._rewarded)
+
+    def conversation_metrics(self) -> dict[str, float]:
+        """Where there is an environment: how often the model spoke, and what it was told, in samples that are over."""
+        if self.dialogues is None:
+            return {}
+        over = max(1, self.samples_expected - self.failed)
+        return {"turns_mean": self.turns / over, "environment_tokens": float(self.environment_tokens)}
 
     def kept(self) -> list[Sample]:
         """The samples of `keep` that came, with their scores or the causes why they have none, in its order."""

@@ -286,11 +286,13 @@ class Trainer:
             "response_tokens_mean": intake.tokens / max(1, intake.samples_expected - intake.failed),
             "groups_dropped": float(sum(packer.dropped_groups.values())),
             "rollout_s": intake.rollout_s,
+            "reward_s_mean": intake.reward_s_mean,
             "rollout_tokens_per_s": intake.tokens / max(1e-9, intake.rollout_s),
             "trainer_wait_s": waited_s,
             "step_s": step_s,
             "publish_stall_s": self._publishing.stall_s,
             **self._turns.metrics(),
+            **intake.conversation_metrics(),
             "optimizer_steps_skipped_total": float(actor.steps_skipped),
         }
         if self.config.train.kl_coef:
