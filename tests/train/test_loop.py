@@ -106,6 +106,8 @@ def test_metrics_say_what_the_step_was_like(make_run: MakeRun) -> None:
     assert (metrics["samples"], metrics["unscored"], metrics["failed"]) == (16, 0, 0)
     assert (metrics["lr"], metrics["optimizer_steps"], metrics["staleness"]) == (1e-3, 1, 0)
     assert 0 <= metrics["trainer_wait_s"] <= metrics["step_s"]
+    # What `penstock simulate fit` takes for the time that a reward takes.
+    assert 0 < metrics["reward_s_mean"] < metrics["step_s"]
     for name in ("kl", "entropy", "clip_fraction", "grad_norm", "rollout_tokens_per_s", "rollout_logprob_gap"):
         assert metrics[name] >= 0, name
 
