@@ -26,6 +26,7 @@ from penstock.cli.run_doors import RunDoors, how_to_join, tokens_of
 from penstock.cli.run_fleet import RunFleet, fleet_file
 from penstock.cli.run_folder import find_run, locked, make_folder
 from penstock.cli.run_reward_model import open_model_scorer
+from penstock.cli.run_records import open_metrics, write_model
 from penstock.cli.run_watch import RunWatch
 from penstock.config.run import RunConfig
 from penstock.data import PromptOrder, PromptSet, load_train_and_eval, question_text, read_source
@@ -34,7 +35,7 @@ from penstock.errors import CheckpointError, ConfigError, EngineError, MissingEx
 from penstock.instance.builtin.spec import parse_model_spec
 from penstock.observe import events
 from penstock.observe.log import EventLog, read_events
-from penstock.observe.metrics import MetricsLog, read_metrics
+from penstock.observe.metrics import read_metrics
 from penstock.observe.samples import SamplesLog
 from penstock.observe.state import FleetSnapshot, RunView
 from penstock.observe.summary_tally import SummaryTally
@@ -45,7 +46,6 @@ from penstock.rollout.doors import Role, Tokens
 from penstock.sample import Prompt
 from penstock.train.checkpoint import Checkpoints, find_checkpoint, read_position
 from penstock.train.edge import EdgeLoop
-from penstock.train.export import export_model
 from penstock.train.learner import Learner
 from penstock.train.loop import Trainer, TrainerPorts
 from penstock.train.ports import SampleScorer
@@ -181,12 +181,9 @@ class _Run:
         )
         source = store.start()
         parts.callback(store.close)
-        metrics = MetricsLog(
-            self.folder / "metrics.jsonl",
-            emit=self._emit,
-            tensorboard=self.folder / "tensorboard" if config.observe.tensorboard else None,
-        )
+        metrics = open_metrics(config, self.folder, self._emit)
         parts.callback(metrics.close)
+        self.events.listen(metrics.take)
         samples = SamplesLog(self.folder / "samples.jsonl", emit=self._emit)
         parts.callback(samples.close)
         client = RolloutClient(
@@ -246,20 +243,12 @@ class _Run:
             raise
         learner.end()
         if not self.eval_only:
-            self._export()
+            write_model(self.folder, self._emit)
         watch.finish()
         fleet.release()
         # Here and not with the rest: the manager still tells what it had of each engine when that one said goodbye.
         processes.stop_engines()
         self._wait_for_goodbyes(set(processes.engines))
-
-    def _export(self) -> None:
-        """The last checkpoint as a model folder. It can be made again, so that its failure spoils nothing."""
-        try:
-            model = export_model(find_checkpoint(self.folder), self.folder / "model")
-            self._say(f"the trained model is in {model}")
-        except PenstockError as error:
-            self._emit(events.Warned(ts=time.time(), where="export", message=str(error)))
 
     def _model_and_prompts(self, held_out: frozenset[str]) -> tuple[Path, PromptSet, PromptSet, Any]:
         said = 0.0

@@ -515,6 +515,12 @@ class ObserveConfig(_Section):
     view: Literal["auto", "live", "lines", "none"] = "auto"
     """`live` redraws the terminal, `lines` prints a line a step; `auto` takes `live` on a terminal."""
     tensorboard: bool = False
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases (the wandb extra). `offline` writes files in the run's folder, for `wandb sync`; `online` takes
+    its key from the environment variable WANDB_API_KEY. A resumed run goes on in the same one."""
+    wandb_project: str = "penstock"
+    wandb_entity: str = ""
+    """Team or user; by default the key's own."""
     samples_every: int = Field(default=10, ge=0)
     """Steps between those of which a few samples are kept in samples.jsonl, to be read by people; 0 keeps none."""
     samples_per_step: int = Field(default=4, ge=0)

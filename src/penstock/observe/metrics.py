@@ -1,4 +1,4 @@
-"""The run's metrics: one line a step in metrics.jsonl, and TensorBoard where it is asked for.
+"""The run's metrics: one line a step in metrics.jsonl, and the boards that are asked for.
 
 Names of the figures that the views, the plots and the summary read stand here; a trainer may write any others beside
 them. Units are in the names: `_s` seconds, `_share` a part of one.
@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from penstock.errors import DataError, MissingExtra
-from penstock.observe.events import Event, Warned
+from penstock.errors import DataError
+from penstock.observe.boards import Board, TensorBoard
+from penstock.observe.events import Evaluated, Event, Warned
 from penstock.observe.log import JsonLines, numbered_lines
 
 REWARD_MEAN = "reward_mean"
@@ -42,8 +42,10 @@ class MetricsLog:
     ) -> None:
         self._lock = threading.Lock()
         self._emit = emit
-        self._board = _open_tensorboard(tensorboard) if tensorboard is not None else None
-        self._lines = JsonLines(path, self._warn)
+        self._boards: list[Board] = []
+        if tensorboard is not None:
+            self._boards.append(TensorBoard(tensorboard, self.warn))
+        self._lines = JsonLines(path, self.warn)
 
     @property
     def path(self) -> Path:
@@ -59,15 +61,28 @@ class MetricsLog:
         line = msgspec.json.encode({"step": step, "ts": time.time(), **metrics})
         with self._lock:
             self._lines.append(line)
-            if self._board is not None:
-                self._write_board(self._board, step, metrics)
+            for board in self._boards:
+                board.write(step, metrics)
+
+    def add(self, board: Board) -> None:
+        """Writes to one more board, from now on; it is closed with the rest."""
+        with self._lock:
+            self._boards.append(board)
+
+    def take(self, event: Event) -> None:
+        """An evaluation's figures, for the boards: the event log has them itself."""
+        if isinstance(event, Evaluated):
+            values = evaluation_metrics(event)
+            with self._lock:
+                for board in self._boards:
+                    board.write(event.step, values)
 
     def close(self) -> None:
         with self._lock:
             self._lines.close()
-            if self._board is not None:
-                self._board.close()
-                self._board = None
+            for board in self._boards:
+                board.close()
+            self._boards.clear()
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -75,16 +90,7 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write_board(self, board: Any, step: int, metrics: Mapping[str, float]) -> None:
-        try:
-            for name, value in metrics.items():
-                board.add_scalar(name, value, step)
-            board.flush()
-        except OSError as error:
-            self._board = None
-            self._warn(f"TensorBoard's files can't be written ({error.strerror or error}); it is switched off")
-
-    def _warn(self, sentence: str) -> None:
+    def warn(self, sentence: str) -> None:
         if self._emit is None:
             print(f"penstock: warning: {sentence}", file=sys.stderr, flush=True)
         else:
@@ -106,9 +112,12 @@ def read_metrics(path: Path) -> list[dict[str, float | None]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _open_tensorboard(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingExtra("tensorboard", "tensorboard", "observe.tensorboard = true") from error
-    return SummaryWriter(log_dir=str(folder))
+def evaluation_metrics(event: Evaluated) -> dict[str, float]:
+    """What an evaluation came to, as metrics: `eval/accuracy`, `eval/pass@4`, and `eval/NAME/accuracy` of a set."""
+    found = {"eval/accuracy": event.accuracy, "eval/questions": float(event.questions)}
+    parts = {"eval": event.whole, **{f"eval/{name}": known for name, known in event.sets.items()}}
+    for prefix, known in parts.items():
+        if known is not None:
+            found |= {f"{prefix}/accuracy": known.accuracy, f"{prefix}/unscored": float(known.unscored)}
+            found |= {f"{prefix}/pass@{k}": value for k, value in known.pass_at.items()}
+    return found
