@@ -324,6 +324,34 @@ class CutLink:
         self.link.close()
 
 
+class DeafAfter(CutAfter):
+    """A sender that hears no request after the first so many, and has sent what it was asked for before."""
+
+    async def connect(self, source: str, connect_s: float = 10.0, relay: bool = False) -> CutLink:
+        return DeafLink(self, await self.inner.connect(source, connect_s, relay))
+
+
+class DeafLink(CutLink):
+    async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
+        self.cut.left -= 1
+        if self.cut.left == 0:
+            raise words.LinkLost("the other side is gone")
+        await self.link.ask_chunks(encoding, indices)
+
+    async def chunk_into(self, index: int, into: memoryview) -> None:
+        await self.link.chunk_into(index, into)
+
+
+async def test_what_a_sender_sent_before_it_died_is_not_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.weights.puller.PUSH_BYTES", 0)
+    async with store_of(0) as (store, address):
+        transport = DeafAfter(3)
+        weights = await fetch(address, 0, codec="raw", transport=transport, connections=1)
+        assert_whole(weights, 0)
+        assert transport.left < 0
+        assert store.counters()["bytes"] == weights.bytes_fetched == weights.manifest.raw_nbytes
+
+
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 async def test_a_pull_that_died_goes_on_from_the_disk(tmp_path: Path, codec: str) -> None:
     async with store_of(0) as (_, address):

@@ -125,10 +125,20 @@ class Fetch:
     async def run(self, connection: Connection, pushed: Sequence[int] = ()) -> None:
         """Fetches chunks until none is left; waits while others hold the last ones, which may come back."""
         asked: deque[int] = deque(pushed)
+        dying: WeightLink | None = None
         while self._queue.left:
             try:
                 link = await connection.link()
-                await self._ask_ahead(link, asked)
+                if link is not dying:
+                    try:
+                        await self._ask_ahead(link, asked)
+                    except LinkLost:
+                        # A sender that died may have sent all that it was asked for before; it is here, and is read.
+                        if not asked:
+                            raise
+                        dying = link
+                elif not asked:
+                    raise LinkLost("the sender has sent what it was asked for, and takes no more requests")
                 if not asked:
                     # While this one connected, the others may have come to the end.
                     if self._queue.left:
@@ -192,9 +202,16 @@ class Fetch:
         if on_its_way >= min(AHEAD_BYTES, max(share, 1)):
             return
         batch = self._queue.take_batch(self._nbytes, max(1, min(AHEAD_BYTES - on_its_way, share)))
-        if batch:
-            asked.extend(batch)
+        if not batch:
+            return
+        try:
             await link.ask_chunks(self._encoding, batch)
+        except BaseException:
+            for index in reversed(batch):
+                self._queue.put_back(index)
+            self._changed.set()
+            raise
+        asked.extend(batch)
 
     def _put_back(self, asked: deque[int]) -> None:
         while asked:
