@@ -25,8 +25,8 @@ from penstock import __version__
 from penstock.cli.run_doors import RunDoors, how_to_join, tokens_of
 from penstock.cli.run_fleet import RunFleet, fleet_file
 from penstock.cli.run_folder import find_run, locked, make_folder
-from penstock.cli.run_reward_model import open_model_scorer
 from penstock.cli.run_records import open_metrics, write_model
+from penstock.cli.run_reward_model import open_model_scorer
 from penstock.cli.run_watch import RunWatch
 from penstock.config.run import RunConfig
 from penstock.data import PromptOrder, PromptSet, load_train_and_eval, question_text, read_source
