@@ -176,6 +176,11 @@ class ProgressMachine(RuleBasedStateMachine):
             for instance in manager.fleet.ready_for(batch.version, batch.context_tokens):
                 if not batch.waiting or not manager.windows.may_generate(instance):
                     continue
+                if instance.turning:
+                    oldest = next(batch for batch in tracker.batches() if batch.waiting)
+                    assert not instance.holds(oldest.version), "it runs dry for others than these"
+                    assert tracker.leases_of(instance.id), "it is dry"
+                    continue
                 leases = tracker.leases_of(instance.id)
                 assert leases, f"{instance.id} is idle, and {batch.waiting} samples of {batch.name} wait"
                 if batch.suspects and leases < instance.max_running + PENDING:
@@ -219,3 +224,26 @@ class ProgressMachine(RuleBasedStateMachine):
 
 ProgressMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 test_whatever_happens_whoever_may_work_has_work_and_every_batch_ends = ProgressMachine.TestCase
+
+
+def test_samples_of_an_older_version_are_not_starved_by_a_newer_batch_that_keeps_everybody_busy() -> None:
+    world = World()
+    world.publish(0)
+    first, second = world.join_ready("first"), world.join_ready("second")
+    world.trainer(submit("older", samples_per_prompt=4, max_new_tokens=40, deadline_s=20.0))
+    world.publish(1)
+    for lease in list(second.sequences):
+        world.send(second, second.draw([lease], 40))
+    world.trainer(submit("newer", samples_per_prompt=100, version=1, max_new_tokens=40, deadline_s=20.0))
+    world.play(second)
+    world.lose(first)
+    for _ in range(400):
+        if "older" in world.done or "older" in world.failed:
+            break
+        world.pass_time(0.5)
+        world.send(second, BEAT)
+        world.play(second, 4)
+    assert "older" in world.done, world.failed.get("older")
+    assert world.manager.tracker.batch("newer") is not None, "it goes on where it was left"
+    world.play_out()
+    assert world.done["newer"].samples == 100

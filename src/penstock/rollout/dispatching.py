@@ -16,6 +16,7 @@ from penstock.rollout.journal import placed_records
 from penstock.rollout.outbox import Outbox
 from penstock.rollout.starts import start_frames
 from penstock.rollout.tracker import Tracker
+from penstock.rollout.versions import Versions
 from penstock.rollout.windows import Windows
 
 __all__ = ["Dispatching"]
@@ -30,6 +31,7 @@ class Dispatching:
         self,
         tracker: Tracker,
         fleet: Fleet,
+        versions: Versions,
         balancing: Balancing,
         windows: Windows,
         outbox: Outbox,
@@ -38,6 +40,7 @@ class Dispatching:
     ) -> None:
         self._tracker = tracker
         self._fleet = fleet
+        self._versions = versions
         self._balancing = balancing
         self._windows = windows
         self._out = outbox
@@ -46,6 +49,7 @@ class Dispatching:
     def give(self) -> None:
         """Gives waiting samples to instances, oldest batch first."""
         rows: _Rows = {}
+        self._versions.turn(self._out.now)
         for batch in self._tracker.batches():
             if not batch.waiting:
                 continue
@@ -122,5 +126,5 @@ class Dispatching:
         return [
             self._balancing.load(instance)
             for instance in self._fleet.ready_for(batch.version, batch.context_tokens)
-            if instance.knows(batch.top_token) and self._windows.may_generate(instance)
+            if instance.knows(batch.top_token) and self._windows.may_generate(instance) and not instance.turning
         ]

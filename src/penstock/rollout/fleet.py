@@ -98,6 +98,8 @@ class Instance:
     target: int = NO_VERSION
     cordoned: bool = False
     """Gets no more work, since its machine is about to be released."""
+    turning: bool = False
+    """Gets no more work until it has loaded what the oldest samples that wait need, and nobody else has."""
     before: int = NO_VERSION
     """What it served before `version`; tokens of it may still be on their way."""
     load_tries: int = 0

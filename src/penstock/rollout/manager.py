@@ -133,7 +133,7 @@ class Manager:
             self.tracker, self.fleet, self.policy, self._out, self.balancing.load, self._give_back, self._rearrange
         )
         self.dispatching = Dispatching(
-            *(self.tracker, self.fleet, self.balancing, self.windows, self._out),
+            *(self.tracker, self.fleet, self.versions, self.balancing, self.windows, self._out),
             most_pending=config.max_pending_per_instance,
         )
         self.accepted: Counter[str] = Counter()

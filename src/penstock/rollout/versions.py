@@ -5,6 +5,10 @@ samples wait for come first, oldest batch first, so that a late step is not star
 context is too small for a batch is not kept for it. Where nothing waits, the latest, so that it is there before the
 next step asks.
 
+The second rule has teeth: where nobody has the weights of the oldest samples that wait, nor is about to, one instance
+is given no more work (`Instance.turning`) until it runs dry and can load them. Newer batches could else keep everybody
+busy for longer than those samples have.
+
 A version's number means something only together with its trainer. What two trainers say of their weights' content
 (`digest`) decides whether a number of one is that of the other: a resumed run goes on with what instances hold.
 """
@@ -35,6 +39,7 @@ class Versions:
         """Digests of an earlier trainer's versions, which this one has not published."""
         self.latest = NO_VERSION
         """Published last; -1 before the first."""
+        self._turned: Instance | None = None
         self.reachable = True
         """Whether the trainer, and with it the place that weights come from, is there."""
 
@@ -90,6 +95,31 @@ class Versions:
         self.latest = NO_VERSION
         self._fleet.forget_versions(cause, now)
 
+    def turn(self, now: float) -> None:
+        """Chooses the instance that is to run dry for the oldest samples that wait, if there has to be one."""
+        chosen, before = self._turning(now), self._turned
+        if chosen is not before:
+            if before is not None:
+                before.turning = False
+            if chosen is not None:
+                chosen.turning = True
+            self._turned = chosen
+
+    def _turning(self, now: float) -> Instance | None:
+        waiting = (batch for batch in self._tracker.batches() if batch.waiting and batch.version in self._sources)
+        batch = next(waiting, None)
+        if batch is None or not self.reachable or self._fleet.any_ready_for(batch.version, batch.context_tokens):
+            return None
+        able = []
+        for instance in self._fleet:
+            joining = instance.state is State.JOINING and bool(instance.name) and not instance.held_off(now)
+            if joining or (instance.state is State.LOADING and instance.target == batch.version):
+                return None
+            fits = instance.max_context_tokens >= batch.context_tokens and instance.knows(batch.top_token)
+            if instance.state is State.READY and fits and not instance.cordoned:
+                able.append(instance)
+        return min(able, key=lambda one: (one.reserved, self._tracker.leases_of(one.id)), default=None)
+
     def wanted(self, instance: Instance) -> int:
         """What an instance should hold now; -1 for as it is."""
         if self._tracker.leases_of(instance.id):
@@ -101,13 +131,14 @@ class Versions:
             for batch in self._tracker.batches()
             if batch.waiting and batch.version in self._sources and (room is None or room >= batch.context_tokens)
         ]
-        if instance.version in waited_for:
+        if instance.version in waited_for and not instance.turning:
             return NO_VERSION
         return waited_for[0] if waited_for else self.latest
 
     def orders(self, now: float) -> list[tuple[Instance, LoadWeights]]:
         """Loads to begin now, failed ones that are due again included. The fleet takes note of them."""
         orders: list[tuple[Instance, LoadWeights]] = []
+        self.turn(now)
         if not self.reachable:
             return orders
         for instance in self._fleet:
