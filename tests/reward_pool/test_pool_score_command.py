@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
+from penstock.cli import reward as reward_command
 from penstock.cli.reward import summary_of
 
 REWARD = """
@@ -183,6 +184,17 @@ def test_concurrency_and_time_limit_are_as_asked_for(files: Path) -> None:
         got = {result["line"]: result for result in map(json.loads, out.read_text().splitlines())}
         assert max(result["score"] for result in got.values() if "score" in result) == most
         assert "0.5" in got[6]["unscored"], "the one that hangs"
+
+
+def test_a_log_has_a_line_now_and_then(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert score(files) == 0
+    assert " done, " not in capsys.readouterr().err, "a short run needs none"
+    monkeypatch.setattr(reward_command._Progress, "LINE_EVERY_S", 0.0)
+    assert score(files, "--out", str(files / "again"), "--concurrency", "1") == 0
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith("2 of 6")] == ["2 of 6 done, 2 scored mean 0.500"]
 
 
 def test_a_folder_is_no_place_for_results(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

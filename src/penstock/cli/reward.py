@@ -223,22 +223,28 @@ def _write(file: IO[bytes], out: Path, number: int, result: Score | Unscored) ->
 
 
 class _Progress:
-    """A bar on a terminal, and below it the endpoints of the function's pools; nothing where nobody looks."""
+    """A bar on a terminal, and below it the endpoints of the function's pools; elsewhere, a line now and then."""
 
     EVERY_S = 0.1
+    LINE_EVERY_S = 30.0
+    """In a log, where what takes less needs no line."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self._screen = Screen(sys.stderr)
         self._tables: dict[int, PoolTable] = {}
-        self._shown_at = -math.inf
+        self._shown_at = -math.inf if self._screen.redraws else time.monotonic()
 
     def show(self, done: int, scored: int, total: float, last: bool = False) -> None:
-        if not self._screen.redraws or (not last and time.monotonic() < self._shown_at + self.EVERY_S):
+        now, drawn = time.monotonic(), self._screen.redraws
+        if now < self._shown_at + (self.EVERY_S if drawn else self.LINE_EVERY_S) and not (last and drawn):
             return
-        self._shown_at = time.monotonic()
+        self._shown_at = now
         filled = 30 * done // self._samples
         mean = f"mean {total / scored:.3f}" if scored else ""
+        if not drawn:
+            self._screen.say(f"{done} of {self._samples} done, {scored} scored {mean}".rstrip())
+            return
         lines = [f"[{'#' * filled}{'.' * (30 - filled)}] {done}/{self._samples} {mean}"[: self._screen.width]]
         for pool in _open_pools():
             table = self._tables.setdefault(id(pool), PoolTable())
