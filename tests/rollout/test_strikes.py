@@ -203,6 +203,18 @@ def test_an_engine_that_says_it_failed_leaves_suspects_and_one_that_leaves_in_or
         assert strikes_of(world) == [int(engine_failed)] * 3
 
 
+def test_a_struck_sample_that_its_trainer_had_and_lost_again_is_a_suspect_still() -> None:
+    tracker = Tracker()
+    batch = tracker.add_batch(submit(samples_per_prompt=2), 0.0)
+    while tracker.place(batch, "a"):
+        pass
+    tracker.evict("a", "it died", suspects=2)
+    tracker.claim(batch, {0})
+    tracker.claim(batch, set())
+    assert sorted(sample.index for sample in batch.suspects) == [0, 1]
+    assert not batch.moved
+
+
 def test_an_ended_batch_leaves_nobody_to_forgive() -> None:
     tracker = Tracker()
     batch = tracker.add_batch(submit(samples_per_prompt=2), 0.0)

@@ -195,7 +195,7 @@ class Tracker:
         for index in [index for index in batch.elsewhere if index not in taken]:
             sample = batch.elsewhere.pop(index)
             batch.finished -= 1
-            batch.moved.append(sample)
+            (batch.suspects if sample.strikes else batch.moved).append(sample)
         beyond = {index for index in taken if index not in batch.held and index not in batch.elsewhere}
         if beyond:
             self._settle(batch, beyond, claimed)
