@@ -140,3 +140,27 @@ def test_a_lost_instance_is_forgotten_by_the_policy() -> None:
     world.lose(one)
     assert policy.lost == ["engine-0"]
     assert policy.assign(Queue(1), []) == []
+
+
+class Asked(ShortestQueue):
+    """Counts how often it is asked."""
+
+    times = 0
+
+    def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
+        Asked.times += 1
+        return super().assign(queue, loads)
+
+
+def test_turns_that_wait_are_not_each_asked_about_and_all_end() -> None:
+    world = World(ManagerConfig(balance="test_balance_manager:Asked", max_pending_per_instance=0))
+    world.publish(0)
+    world.join_ready("engine-0")
+    names = [f"train-0.{k}.0.turn-1" for k in range(200)]
+    Asked.times = 0
+    for k, name in enumerate(names):
+        # The later ones need less context, and then more.
+        world.trainer(submit(batch=name, prompts=[[1] * (5 + abs(k - 100) % 7)], samples_per_prompt=1))
+    assert Asked.times < 10 * len(names), "one by one it would be some 20,000"
+    world.play_out()
+    assert {batch for batch, _, _ in world.delivered} == set(names)

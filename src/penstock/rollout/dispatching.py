@@ -49,14 +49,23 @@ class Dispatching:
     def give(self) -> None:
         """Gives waiting samples to instances, oldest batch first."""
         rows: _Rows = {}
+        refused: dict[int, int] = {}
+        """Context, by version, of the least demanding lone sample that found no room."""
         self._versions.turn(self._out.now)
         for batch in self._tracker.batches():
             if not batch.waiting:
                 continue
+            # Turns of conversations are batches of one, and many: they are alike but for the context that they need.
+            lone = batch.samples == batch.fresh == 1
+            if lone and batch.context_tokens >= refused.get(batch.version, batch.context_tokens + 1):
+                continue
             self._try_suspects(batch, rows)
             loads = self._loads(batch)
-            for pick in self._balancing.assign(batch, loads, self._coming(batch)):
+            picks = self._balancing.assign(batch, loads, self._coming(batch))
+            for pick in picks:
                 self._place(batch, loads[pick].instance, rows)
+            if lone and not picks:
+                refused[batch.version] = batch.context_tokens
         self._start(rows)
 
     def move(self, now: float) -> None:
