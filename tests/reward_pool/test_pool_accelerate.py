@@ -25,6 +25,7 @@ from penstock.reward.calling import reload_functions
 from penstock.reward.failures import DeadlinePassed
 from penstock.reward.retry import Kind
 from penstock.reward.turns import Turn, Turns
+from penstock.sample import Unscored
 
 
 def failing(times: int, error: BaseException, calls: list):
@@ -116,6 +117,26 @@ def test_being_turned_away_costs_no_attempt_and_waits_as_asked(monkeypatch: pyte
 def test_a_default_takes_the_place_of_an_error(default: object) -> None:
     expected = default() if callable(default) else default
     assert call_both({"default": default}, 1, KeyError("x")) == [(expected, 1)] * 2
+
+
+async def test_a_default_that_asks_for_the_error_keeps_the_cause() -> None:
+    def unscored(error: BaseException) -> Unscored:
+        return Unscored(f"{type(error).__name__}: {error}")
+
+    async def unscored_async(error: BaseException) -> Unscored:
+        return unscored(error)
+
+    async def hangs(sample: int) -> float:
+        await asyncio.sleep(600)
+        return 1.0
+
+    late = await accelerate(timeout_s=0.01, default=unscored)(hangs)(1)
+    assert isinstance(late, Unscored)
+    assert late.cause.startswith("DeadlinePassed: ")
+    broken, plain = failing(9, KeyError("x"), [])
+    assert await accelerate(default=unscored_async)(broken)(1) == Unscored("KeyError: 'x'")
+    assert accelerate(default=unscored)(plain)(1) == Unscored("KeyError: 'x'")
+    assert accelerate(default=float)(plain)(1) == 0.0, "a factory that needs nothing is given nothing"
 
 
 async def test_an_async_default_is_awaited_and_a_sync_function_refuses_it() -> None:

@@ -21,7 +21,17 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from penstock.errors import ConfigError
-from penstock.reward.calling import NO_DEFAULT, Call, CallOptions, InForce, Stats, checked_limits, clock, named
+from penstock.reward.calling import (
+    NO_DEFAULT,
+    Call,
+    CallOptions,
+    InForce,
+    Stats,
+    checked_limits,
+    clock,
+    default_for,
+    named,
+)
 from penstock.reward.failures import DeadlinePassed
 from penstock.reward.helpers import HELPERS, TooLate
 from penstock.reward.racing import race, race_sync
@@ -104,7 +114,8 @@ def accelerate(
         concurrency, requests_per_minute, burst: limits for each key.
         key: `key(*args, **kwargs)` names the limit that a call counts against; idle keys are forgotten.
         priority: finite number, or `priority(*args, **kwargs)`; who waits with a higher one goes first.
-        default: returned instead of raising; a callable is called (and awaited) to make it.
+        default: returned instead of raising; a callable is called (and awaited) to make it, with the error if it needs
+            one argument.
         retry_on: exception types that are worth another attempt, whatever `classify` says.
         classify: `classify(error)` returns a `Kind`, or None to leave it to the built-in rules.
         on_call: `on_call(outcome, seconds, error)` after each call; outcome is "done", "failed" or "late". What
@@ -186,7 +197,7 @@ def _async(
             return value
         if options.default is NO_DEFAULT:
             raise error
-        made = options.default() if callable(options.default) else options.default
+        made = default_for(error, options.default)
         return await made if inspect.isawaitable(made) else made
 
     async def attempts(call: Call) -> Any:
@@ -235,7 +246,7 @@ def _sync(function: Callable[..., Any], in_force: InForce, turns: Turns, stats: 
             return value
         if options.default is NO_DEFAULT:
             raise error
-        made = options.default() if callable(options.default) else options.default
+        made = default_for(error, options.default)
         if inspect.isawaitable(made):
             cast(Any, made).close()
             raise ConfigError(f"{name} is not async: its default must be a value or a sync function")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import math
 import os
 import threading
@@ -31,6 +32,7 @@ __all__ = [
     "Stats",
     "checked_limits",
     "clock",
+    "default_for",
     "named",
     "reload_functions",
 ]
@@ -126,6 +128,19 @@ class CallOptions:
         if self.retry_on and isinstance(error, self.retry_on):
             return Kind.BROKEN
         return kind_of_error(error, self.classify)
+
+
+def default_for(error: BaseException, default: Any) -> Any:
+    """What stands for a failed call: the default, or what it makes, told of the error where it asks for one."""
+    if not callable(default):
+        return default
+    try:
+        parameters = inspect.signature(default).parameters.values()
+    except (ValueError, TypeError):  # a built-in that doesn't tell
+        return default()
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = sum(1 for p in parameters if p.kind in by_place and p.default is p.empty)
+    return default(error) if needed == 1 else default()
 
 
 def checked_priority(priority: object) -> float:
