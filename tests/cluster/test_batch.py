@@ -136,8 +136,27 @@ def test_thousands_of_small_tensors_become_one_buffer() -> None:
     values = {f"t{k}": torch.full((2, 128), k, dtype=torch.float32) for k in range(3000)}
     batch = from_tensors(values)
     header, buffers = batch.pieces()
-    assert len(buffers) == 1
+    assert [buffer.nbytes for buffer in buffers if buffer.nbytes] == [3000 * 1024]
     check(Batch.of_pieces(header, buffers), values)
+
+
+def test_small_tensors_of_other_forms_between_them_keep_their_names_order_and_memory() -> None:
+    values: dict[str, Any] = {f"a{k}": torch.full((2, 3), k) for k in range(5)}
+    values |= {"words": ["x", "y"], "b0": torch.zeros(2, dtype=torch.bool), "b1": torch.ones(2, dtype=torch.bool)}
+    values |= {"alone": torch.rand(2, 1), "large": torch.rand(2, 20_000), "empty": torch.rand(2, 0)}
+    batch = from_tensors(values)
+    back = Batch.of_pieces(*batch.pieces())
+    check(back, values)
+    assert list(back.columns) == list(values) == list(to_tensors(back))
+    assert (len(back.columns), back.nbytes) == (len(values), batch.nbytes)
+    assert to_tensors(back.slice(1, 2))["a3"].tolist() == [[3, 3, 3]]
+    assert to_tensors(Batch.concat([back, batch]))["a4"].shape == (4, 3)
+    own = to_tensors(back, copy=True)
+    to_tensors(back)["a1"].zero_()
+    assert own["a1"].sum() == 6
+    assert values["a1"].sum() == 6, "a run is a copy"
+    with pytest.raises(BatchError, match="has no column 'a9'"):
+        back.column("a9")
 
 
 def test_a_jagged_tensor_comes_back_over_the_same_memory() -> None:

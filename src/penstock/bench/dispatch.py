@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
@@ -24,6 +24,12 @@ WORKERS = 4
 FLOATS = 64 * 2**18
 """Of 64 MB."""
 SMALL_TENSORS = 5000
+CALLS_IN_A_ROW = 20
+SETTLE_S = 0.05
+LARGE_SETTLE_S = 0.5
+"""The object store, and actors that drop thousands of tensors, free what a call brought in the background."""
+Submit = Callable[[], Callable[[], list[float]]]
+"""Launches a call; what it returns waits, and gives the moments when workers began."""
 
 
 class Timed(NamedTuple):
@@ -35,7 +41,12 @@ class Timed(NamedTuple):
 
 
 class Receiver:
-    """Touches what it gets and says when it began."""
+    """Touches what it gets and says when it began. Has PyTorch at hand, as any worker with a model."""
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)
 
     @dispatch("all_to_all")
     def take(self, batch: Any) -> float:
@@ -69,7 +80,7 @@ def run(quick: bool) -> list[Result]:
     except ImportError:
         return [*_local_alone(repetitions), skipped("against Ray and verl", "x", "pip install ray==2.60.0 verl==0.9.1")]
     with _ray(), Cluster(execute_threads=WORKERS) as cluster:
-        results = _beside_ray(cluster, repetitions * 20)
+        results = _beside_ray(cluster, repetitions * 3)
         try:
             import verl  # noqa: F401
         except ImportError:
@@ -92,21 +103,22 @@ def _ray() -> Iterator[None]:
                 os.environ["HOME"] = home
 
 
-def _timed(submit: Callable[[], Callable[[], list[float]]], repetitions: int) -> Timed:
-    """Medians over repetitions, the first left out: it warms both sides up."""
-    rows = []
-    for _ in range(repetitions + 1):
-        start = time.monotonic()
-        result = submit()
-        submitted = time.monotonic()
-        begun = result()
-        rows.append((submitted - start, time.monotonic() - start, max(begun) - min(begun)))
-        del result
-        time.sleep(0.05)  # the object store frees in the background
-    return Timed(*(median(column) for column in zip(*rows[1:])))
+def _timed(ways: Mapping[str, Submit], repetitions: int, settle_s: float = SETTLE_S) -> dict[str, Timed]:
+    """Medians over repetitions in which all ways take turns; the first, which warms them up, is left out."""
+    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
+    for k in range(repetitions + 1):
+        for name, submit in list(ways.items())[:: 1 if k % 2 else -1]:  # none is always the one after a large call
+            start = time.monotonic()
+            result = submit()
+            submitted = time.monotonic()
+            begun = result()
+            rows[name].append((submitted - start, time.monotonic() - start, max(begun) - min(begun)))
+            del result
+            time.sleep(settle_s)
+    return {name: Timed(*(median(column) for column in zip(*seen[1:]))) for name, seen in rows.items()}
 
 
-def _group_call(method: Any, *args: Any) -> Callable[[], Callable[[], list[float]]]:
+def _group_call(method: Any, *args: Any) -> Submit:
     def submit() -> Callable[[], list[float]]:
         pending = method.submit(*args)
         return lambda: list(pending.result(120))
@@ -128,18 +140,17 @@ def _beside_verl(cluster: Cluster, repetitions: int) -> list[Result]:
         ("empty call", "nothing", None, None, (None, 1.0, None)),
     ]
     results = []
+    groups = {mode: cluster.group(ours, execute_mode=mode) for mode in ("all", "all_multithread")}
     for what, method, theirs, mine, bounds in cases:
-        peer = _timed(_verl_call(peers, method, theirs), repetitions)
-        by_mode = {}
-        for mode in ("all", "all_multithread"):
-            group = cluster.group(ours, execute_mode=mode)
-            by_mode[mode] = _timed(_our_call(group, method, mine), repetitions)
-        results += _ratios(what, peer, by_mode["all"], bounds)
-        results += _modes(what, by_mode["all"], by_mode["all_multithread"])
+        ways = {mode: _our_call(group, method, mine) for mode, group in groups.items()}
+        times, settle_s = (repetitions * 20, SETTLE_S) if mine is None else (repetitions, LARGE_SETTLE_S)
+        timed = _timed({"verl": _verl_call(peers, method, theirs), **ways}, times, settle_s)
+        results += _ratios(what, timed["verl"], timed["all"], bounds)
+        results += _modes(what, timed["all"], timed["all_multithread"])
     return results
 
 
-def _our_call(group: WorkerGroup, method: str, value: Any) -> Callable[[], Callable[[], list[float]]]:
+def _our_call(group: WorkerGroup, method: str, value: Any) -> Submit:
     """From tensors to answers: making the batch is part of the call, as serializing is of the peer's."""
 
     def submit() -> Callable[[], list[float]]:
@@ -169,7 +180,7 @@ def _proto(tensors: dict[str, Any]) -> Any:
     return DataProto.from_dict(tensors=tensors)
 
 
-def _verl_call(actors: list[Any], method: str, protos: Any) -> Callable[[], Callable[[], list[float]]]:
+def _verl_call(actors: list[Any], method: str, protos: Any) -> Submit:
     """What `RayWorkerGroup.execute_all_async` does: `remote` for each worker in turn, with its own argument."""
     import ray
 
@@ -219,9 +230,12 @@ def _beside_ray(cluster: Cluster, repetitions: int) -> list[Result]:
             ("ray", lambda: ours.echo(1)),
             ("bare", lambda: ray.get([actor.echo.remote(1) for actor in bare])),
         ):
-            start = time.monotonic()
+            time.sleep(SETTLE_S)  # what Ray still does behind a call is none of the next one's cost
             call()
-            seconds[name].append(time.monotonic() - start)
+            for _ in range(CALLS_IN_A_ROW):
+                start = time.monotonic()
+                call()
+                seconds[name].append(time.monotonic() - start)
     mine, through, alone = (median(seconds[name]) for name in ("local", "ray", "bare"))
     large = _large(local, ours)
     for actor in bare:
@@ -240,8 +254,8 @@ def _large(local: WorkerGroup, ours: WorkerGroup) -> list[Result]:
     import torch
 
     batches: list[Batch] = [from_tensors({"x": torch.rand(64, FLOATS // 64)}) for _ in range(WORKERS)]
-    mine = _timed(_group_call(local.take, batches), 3)
-    theirs = _timed(_group_call(ours.take, batches), 3)
+    timed = _timed({"local": _group_call(local.take, batches), "ray": _group_call(ours.take, batches)}, 3)
+    mine, theirs = timed["local"], timed["ray"]
     note = f"{mine.end * 1e3:.1f} against {theirs.end * 1e3:.1f} ms"
     return [Result("64 MB each, local / Ray, end to end", mine.end / theirs.end, "x", note=note)]
 
@@ -249,5 +263,5 @@ def _large(local: WorkerGroup, ours: WorkerGroup) -> list[Result]:
 def _local_alone(repetitions: int) -> list[Result]:
     with Cluster(execute_threads=WORKERS) as cluster:
         local = cluster.group(cluster.local(Receiver, WORKERS))
-        timed = _timed(_group_call(local.nothing), repetitions * 20)
+        timed = _timed({"local": _group_call(local.nothing)}, repetitions * 20)["local"]
     return [Result("local call of four workers", timed.end * 1e3, "ms")]

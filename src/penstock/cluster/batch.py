@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.cluster.column import JSON, Column, joined, json_column, ragged
+from penstock.cluster.columns import Columns, Run
 from penstock.cluster.errors import BatchError
 from penstock.errors import MissingExtra
 
@@ -22,9 +23,9 @@ _NOWHERE = (-1, 0, 0)
 
 
 class _Part(msgspec.Struct, array_like=True):
-    """Where a column lies: (buffer, first byte, bytes) of its values, offsets and lengths."""
+    """Where a column, or a run of them, lies: (buffer, first byte, bytes) of its values, offsets and lengths."""
 
-    name: str
+    names: list[str]
     kind: str
     rows: int
     shape: tuple[int, ...] | None
@@ -53,9 +54,9 @@ class Batch:
 
     def __init__(self, columns: Mapping[str, Column], meta: Mapping[str, Any] | None = None, rows: int = 0) -> None:
         """`rows` counts only where there is no column. Raises BatchError where columns differ in rows."""
-        self._columns = dict(columns)
+        self._columns = Columns.of(columns)
         self._meta = dict(meta or {})
-        counts = {column.rows for column in self._columns.values()}
+        counts = self._columns.row_counts()
         if len(counts) > 1:
             told = ", ".join(f"{name} {column.rows}" for name, column in list(self._columns.items())[:8])
             raise BatchError(f"columns of one batch have different numbers of rows: {told}")
@@ -79,7 +80,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        return sum(column.nbytes for column in self._columns.values())
+        return self._columns.nbytes
 
     def column(self, name: str) -> Column:
         """Raises BatchError that lists the columns there are."""
@@ -173,9 +174,14 @@ class Batch:
             packed_bytes += size + gap
             return (0, at, size)
 
-        for name, column in self._columns.items():
+        for part in self._columns.parts:
+            if isinstance(part, Run):
+                data = place(part.data)
+                parts.append(_Part(list(part.names), part.kind, part.rows, part.shape, 1, data, _NOWHERE, _NOWHERE))
+                continue
+            name, column = part
             data, offsets, dims = place(column.data), place(column.offsets), place(column.dims)
-            parts.append(_Part(name, column.kind, column.rows, column.shape, column.ndim, data, offsets, dims))
+            parts.append(_Part([name], column.kind, column.rows, column.shape, column.ndim, data, offsets, dims))
         header = _Header(parts, _encode_meta(self._meta))
         rows = self._rows.to_bytes(8, "little")
         return rows + msgspec.msgpack.encode(header), [memoryview(bytearray().join(packed)), *buffers]
@@ -202,14 +208,17 @@ class Batch:
             part = found(place)
             return None if part is None else part.cast("q")
 
-        columns = {}
+        columns: list[Run | tuple[str, Column]] = []
         for part in read.parts:
             data = found(part.data)
-            if data is None:
-                raise BatchError(f"column '{part.name}' has no values")
+            if data is None or not part.names:
+                raise BatchError(f"columns {', '.join(part.names[:8]) or 'without names'} have no values")
+            if len(part.names) > 1:
+                columns.append(Run(part.names, part.kind, part.rows, part.shape or (), data))
+                continue
             offsets, dims = numbers(part.offsets), numbers(part.dims)
-            columns[part.name] = Column(part.kind, data, part.rows, part.shape, offsets, dims, part.ndim)
-        return Batch(columns, _decode_meta(read.meta), int.from_bytes(view[:8], "little"))
+            columns.append((part.names[0], Column(part.kind, data, part.rows, part.shape, offsets, dims, part.ndim)))
+        return Batch(Columns(columns), _decode_meta(read.meta), int.from_bytes(view[:8], "little"))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Buffers go out of band under protocol 5: arrays of bytes, which pickle hands over without copying."""

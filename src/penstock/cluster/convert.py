@@ -24,6 +24,7 @@ from penstock.cluster.column import (
     ragged,
     text_column,
 )
+from penstock.cluster.columns import Columns, Part, Run
 from penstock.cluster.errors import BatchError
 from penstock.errors import MissingExtra
 
@@ -40,9 +41,7 @@ def from_tensors(values: Mapping[str, Any], meta: Mapping[str, Any] | None = Non
     tensors become ragged columns; lists of str, bytes or `array.array` keep their kind; all other lists are JSON.
     Raises BatchError.
     """
-    small = _small_tensors(values)
-    columns = {name: small[name] if name in small else _column(name, value) for name, value in values.items()}
-    return Batch(columns, meta)
+    return Batch(Columns(_parts(values)), meta)
 
 
 def to_tensors(batch: Batch, ragged: Ragged = "list", copy: bool = False) -> dict[str, Any]:
@@ -53,7 +52,15 @@ def to_tensors(batch: Batch, ragged: Ragged = "list", copy: bool = False) -> dic
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return {name: _value(name, column, ragged, copy) for name, column in batch.columns.items()}
+        values: dict[str, Any] = {}
+        for part in Columns.of(batch.columns).parts:
+            if isinstance(part, Run):
+                flat = _tensor(part.kind, part.data)
+                flat = flat.clone() if copy else flat
+                values.update(zip(part.names, flat.view(len(part.names), part.rows, *part.shape).unbind()))
+            else:
+                values[part[0]] = _value(*part, ragged, copy)
+        return values
 
 
 def from_tensordict(data: Any) -> Batch:
@@ -170,29 +177,46 @@ def _of_tensor_list(name: str, rows: Sequence[torch.Tensor]) -> Column:
     return ragged(kinds.pop(), data, [math.prod(shape) for shape in shapes], shapes if dimensions != {1} else None)
 
 
-def _small_tensors(values: Mapping[str, Any]) -> dict[str, Column]:
-    """Columns of the small tensors of host memory, of which there may be thousands: one copy for all of a kind."""
-    by_kind: dict[Any, list[tuple[str, Any]]] = {}
-    for name, value in values.items():
-        if hasattr(value, "is_nested") and not value.is_nested and value.ndim and value.device.type == "cpu":
-            if value.numel() * value.element_size() >= SMALL_BYTES:
-                continue
-            by_kind.setdefault(value.dtype, []).append((name, value))
-    columns = {}
-    for group in by_kind.values():
-        if len(group) < 2:
-            continue
-        import torch
+def _parts(values: Mapping[str, Any]) -> list[Part]:
+    """Columns in order; small tensors of host memory that follow one another in one form become a run, copied once."""
+    parts: list[Part] = []
+    alike: list[tuple[str, Any]] = []
+    form: tuple[Any, Any] | None = None
 
-        kind, size = _kind(*group[0]), group[0][1].element_size()
-        data = _memory(torch.cat([value.detach().reshape(-1) for _, value in group]))
-        at = 0
-        for name, value in group:
-            shape = tuple(value.shape)
-            end = at + value.numel() * size
-            columns[name] = Column(kind, data[at:end], shape[0], shape[1:])
-            at = end
-    return columns
+    def end_run() -> None:
+        if len(alike) > 1:
+            parts.append(_run(alike))
+        else:
+            parts.extend((name, _of_tensor(name, value)) for name, value in alike)
+        alike.clear()
+
+    for name, value in values.items():
+        if not _may_be_in_a_run(value):
+            end_run()
+            parts.append((name, _column(name, value)))
+            form = None
+            continue
+        if (own := (value.dtype, value.shape)) != form:
+            end_run()
+            form = own
+        alike.append((name, value))
+    end_run()
+    return parts
+
+
+def _may_be_in_a_run(value: Any) -> bool:
+    if not hasattr(value, "is_nested") or value.is_nested or value.device.type != "cpu":
+        return False
+    return value.ndim > 0 and 0 < value.nbytes < SMALL_BYTES
+
+
+def _run(alike: Sequence[tuple[str, torch.Tensor]]) -> Run:
+    import torch
+
+    name, first = alike[0]
+    with torch.no_grad():
+        data = _memory(torch.stack([value for _, value in alike]))
+    return Run([name for name, _ in alike], _kind(name, first), first.shape[0], tuple(first.shape[1:]), data)
 
 
 def _kind(name: str, value: torch.Tensor) -> str:
@@ -214,7 +238,7 @@ def _memory(value: torch.Tensor) -> memoryview:
 def _value(name: str, column: Column, form: Ragged, copy: bool) -> Any:
     if column.kind in (TEXT, BYTES, JSON):
         return list(column.values())
-    flat = _tensor(column)
+    flat = _tensor(column.kind, column.data)
     flat = flat.clone() if copy else flat
     if column.shape is not None:
         return flat.reshape(column.rows, *column.shape)
@@ -239,15 +263,16 @@ def _nested(name: str, column: Column, flat: torch.Tensor, rows: list[torch.Tens
     return torch.nested.nested_tensor_from_jagged(flat.reshape(-1, *rows[0].shape[1:]), lengths.cumsum(0))
 
 
-def _tensor(column: Column) -> torch.Tensor:
+def _tensor(kind: str, data: memoryview) -> torch.Tensor:
+    """All numbers of a buffer, over its memory."""
     try:
         import torch
     except ImportError:
         raise MissingExtra("torch", "engine", "tensors of a batch") from None
-    dtype = getattr(torch, column.kind)
-    if not column.data.nbytes:
+    dtype = getattr(torch, kind)
+    if not data.nbytes:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(column.data, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype)
 
 
 def _is_leaf(kind: type) -> bool:

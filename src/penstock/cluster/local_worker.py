@@ -20,6 +20,7 @@ from typing import Any
 
 from penstock.cluster import frames
 from penstock.cluster.payload import pack, unpack
+from penstock.cluster.workers import keep_what_is_there
 
 
 def main(socket_fd: int, life_fd: int) -> None:
@@ -50,6 +51,7 @@ def _serve(sock: socket.socket) -> None:
     except BaseException as error:  # noqa: BLE001  # told to the controller, which ends the group
         frames.send(sock, frames.encode(_fault(0, error)))
         return
+    keep_what_is_there()
     frames.send(sock, frames.encode(frames.Ready(os.getpid())))
     while True:
         body, fds = frames.receive(sock)
