@@ -109,6 +109,19 @@ def test_an_engine_has_one_suspect_at_a_time_and_the_next_one_when_that_has_a_to
     assert sum(len(engine.sequences) for engine in engines) == 3 + 1 + 4
 
 
+def test_a_deadline_says_which_samples_wait_for_a_trial() -> None:
+    world = published()
+    world.trainer(submit(samples_per_prompt=3, deadline_s=5.0))
+    world.lose(joined(world))
+    mute = joined(world)
+    for _ in range(6):
+        world.pass_time(1.0)
+        world.send(mute, Heartbeat(1, 0, 0, 0, 0, 0.0))
+    cause = world.failed["train-0"].cause
+    assert "1 samples are with" in cause
+    assert "2 samples wait for room on an instance, 2 of them for a trial of their own" in cause
+
+
 def test_a_suspect_is_not_moved_about_until_it_has_a_token() -> None:
     world = published()
     world.trainer(submit())

@@ -110,7 +110,9 @@ class Waiting:
             ]
             yield f"{batch.placed} samples are with {', '.join(holders)}, without a token from there"
         if batch.waiting:
-            yield f"{batch.waiting} samples wait for {'room on an instance' if self._able(batch) else self.need(batch)}"
+            tried = f", {len(batch.suspects)} of them for a trial of their own" if batch.suspects else ""
+            room = f"room on an instance{tried}"
+            yield f"{batch.waiting} samples wait for {room if self._able(batch) else self.need(batch)}"
 
     def _over(self, now: float) -> None:
         if self._announced and self._since is not None:
