@@ -12,7 +12,8 @@ from observe_scenes import START, instance_changed, run_events, run_metrics
 
 from penstock.errors import MissingExtra, StorageError
 from penstock.observe import Event, EventLog, events
-from penstock.observe.plots import column, draw_curves, marks, shares, smooth
+from penstock.observe.events import Evaluated, EvaluatedSet
+from penstock.observe.plots import column, draw_curves, marks, shares, smooth, time_shares
 from penstock.observe.summary import (
     Summary,
     print_summary,
@@ -230,6 +231,24 @@ def test_curves_are_a_picture(tmp_path: Path) -> None:
     draw_curves(path, run_events(), run_metrics(), "tiny-001")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 10_000
+
+
+def test_curves_show_where_the_time_went_and_each_held_out_set(tmp_path: Path) -> None:
+    told = {"time/rollout_wait_s": 2.0, "time/forward_backward_s": 1.0, "time/optimizer_s": 0.5, "time/other_s": 0.5}
+    rows: list[dict[str, float | None]] = [
+        {"step": 0.0, "step_s": 4.0, "entropy": 1.0, "clip_fraction": 0.01, **told},
+        {"step": 1.0, "step_s": 4.0},
+        {"step": 2.0, "step_s": 8.0, "entropy": 0.5, "clip_fraction": 0.02, **told},
+    ]
+    steps, found = time_shares(rows)
+    assert steps == [0.0, 2.0]
+    assert (found["rollouts"], found["learning"], found["scores"]) == ([0.5, 0.25], [0.375, 0.1875], [0.0, 0.0])
+    known = EvaluatedSet(accuracy=0.5, questions=1, asked=1, unscored=0)
+    log = [
+        Evaluated(ts=1, step=0, weight_version=0, accuracy=0.5, questions=2, wall_s=1, sets={"a": known, "b": known})
+    ]
+    draw_curves(tmp_path / "curves.png", log, rows)
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
 def test_curves_of_a_run_without_any_step_are_a_picture_too(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ TRAINER_WAIT_S = "trainer_wait_s"
 ROLLOUT_TOKENS = "response_tokens"
 ROLLOUT_TOKENS_PER_S = "rollout_tokens_per_s"
 UNSCORED = "unscored"
+ENTROPY = "entropy"
+CLIP_FRACTION = "clip_fraction"
 
 
 class MetricsLog:

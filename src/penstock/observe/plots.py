@@ -6,6 +6,7 @@ Decides only how it is drawn; matplotlib is imported when a picture is asked for
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,28 @@ from penstock.errors import MissingExtra, StorageError
 from penstock.observe import events
 from penstock.observe.events import Event
 from penstock.observe.instances import is_loss
-from penstock.observe.metrics import REWARD_MEAN, ROLLOUT_TOKENS_PER_S, STEP_S, TRAINER_WAIT_S
+from penstock.observe.metrics import CLIP_FRACTION, ENTROPY, REWARD_MEAN, ROLLOUT_TOKENS_PER_S, STEP_S, TRAINER_WAIT_S
 
 Metrics = Sequence[Mapping[str, float | None]]
 Points = tuple[list[float], list[float]]
 
 BLUE, GREEN, ORANGE, RED, GREY = "#2a6f97", "#2d936c", "#e09f3e", "#c1292e", "#8d99ae"
+STAGE_GROUPS = (
+    ("learning", BLUE, ("forward_backward", "advantages", "optimizer")),
+    ("rollouts", ORANGE, ("rollout_wait",)),
+    ("scores", RED, ("scoring_wait",)),
+    ("weights, checkpoints", GREY, ("publish", "checkpoint")),
+    ("evaluation", GREEN, ("evaluation",)),
+    ("other", "#d9dde2", ("other",)),
+)
+"""What a step's time is drawn as: words, colour, stages."""
+MOST_SETS = 6
 MOST_MARKS = 40
 """Above so many accidents a mark for each would hide the curves; the latest are marked."""
 
 
 def draw_curves(path: Path, log: Sequence[Event], metrics: Metrics, title: str = "") -> None:
-    """Writes a PNG: reward and held-out accuracy, the trainer's waiting, tokens/s, over the steps.
+    """Writes a PNG over the steps: reward and held-out accuracy, where the time went, entropy and clipping, tokens/s.
 
     Raises MissingExtra without matplotlib, StorageError where the file can't be written.
     """
@@ -34,14 +45,15 @@ def draw_curves(path: Path, log: Sequence[Event], metrics: Metrics, title: str =
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtra("matplotlib", "train", "curves.png") from error
-    figure = Figure(figsize=(9, 7.5), layout="constrained")
+    figure = Figure(figsize=(9, 9), layout="constrained")
     FigureCanvasAgg(figure)
-    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=[3, 1, 1])
+    top, times, policy, bottom = figure.subplots(4, 1, sharex=True, height_ratios=[3, 1.2, 1, 1])
     _draw_learning(top, log, metrics)
-    _draw_line(middle, shares(metrics), "trainer waits", ORANGE, whole=1.0)
+    _draw_times(times, metrics)
+    _draw_policy(policy, metrics)
     _draw_line(bottom, column(metrics, ROLLOUT_TOKENS_PER_S), "rollout tokens/s", BLUE)
     bottom.set_xlabel("step")
-    for axes in (top, middle, bottom):
+    for axes in (top, times, policy, bottom):
         _draw_marks(axes, marks(log), named=axes is top)
         _calm(axes)
     if title:
@@ -104,9 +116,66 @@ def _draw_learning(axes: Any, log: Sequence[Event], metrics: Metrics) -> None:
         linewidth=1.8,
         label="held-out accuracy",
     )
+    _draw_sets(axes, evaluated)
     if all(0.0 <= value <= 1.0 for value in rewards):
         axes.set_ylim(0.0, 1.02)
     axes.legend(loc="upper left", frameon=False)
+
+
+def _draw_sets(axes: Any, evaluated: Sequence[events.Evaluated]) -> None:
+    """Each held-out set's accuracy, where there are several."""
+    names = sorted({name for event in evaluated for name in event.sets})
+    if len(names) < 2:
+        return
+    for name, style in zip(names[:MOST_SETS], itertools.cycle(("--", ":", "-."))):
+        points = [(event.step, event.sets[name].accuracy) for event in evaluated if name in event.sets]
+        steps, values = zip(*points)
+        axes.plot(steps, values, color=GREEN, linewidth=1, linestyle=style, alpha=0.8, label=name)
+
+
+def time_shares(metrics: Metrics) -> tuple[list[float], dict[str, list[float]]]:
+    """(steps, part of each step's time by group of stages), of the steps whose stages were told."""
+    steps: list[float] = []
+    found: dict[str, list[float]] = {name: [] for name, _, _ in STAGE_GROUPS}
+    for row in metrics:
+        step, step_s = row.get("step"), row.get(STEP_S)
+        if step is None or not step_s or row.get(f"time/{STAGE_GROUPS[0][2][0]}_s") is None:
+            continue
+        steps.append(step)
+        for name, _, stages in STAGE_GROUPS:
+            found[name].append(sum(row.get(f"time/{stage}_s") or 0.0 for stage in stages) / step_s)
+    return steps, found
+
+
+def _draw_times(axes: Any, metrics: Metrics) -> None:
+    steps, found = time_shares(metrics)
+    if not steps:
+        # Of a run that told no more.
+        _draw_line(axes, shares(metrics), "trainer waits", ORANGE, whole=1.0)
+        return
+    colours = [colour for _, colour, _ in STAGE_GROUPS]
+    axes.stackplot(steps, *found.values(), labels=list(found), colors=colours, alpha=0.75, linewidth=0)
+    axes.set_ylim(0, 1)
+    axes.set_ylabel("step's time")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 0.98), frameon=False, fontsize=8, ncols=len(found))
+
+
+def _draw_policy(axes: Any, metrics: Metrics) -> None:
+    steps, entropy = column(metrics, ENTROPY)
+    axes.plot(steps, entropy, color=GREEN, linewidth=1.2)
+    axes.set_ylabel("entropy, nats", color=GREEN)
+    if entropy:
+        axes.set_ylim(0, max(entropy) * 1.1 or 1.0)
+    steps, clipped = column(metrics, CLIP_FRACTION)
+    if any(clipped):
+        beside = axes.twinx()
+        beside.plot(steps, clipped, color=ORANGE, linewidth=1.2)
+        beside.set_ylabel("clipped", color=ORANGE)
+        beside.set_ylim(0, max(clipped) * 1.1)
+        beside.yaxis.set_major_formatter(lambda value, _: f"{value:.2%}")
+        _calm(beside)
+        beside.grid(visible=False)
 
 
 def smooth(values: Sequence[float], weight: float = 0.85) -> list[float]:
