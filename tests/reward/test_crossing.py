@@ -5,6 +5,7 @@ import datetime
 import decimal
 import enum
 import fractions
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,14 @@ def test_a_sample_crosses_whole(make_sample: Callable[..., Sample]) -> None:
     assert list(back.prompt.token_ids) == list(sample.prompt.token_ids)
     back.prompt = sample.prompt
     assert back == sample
+
+
+def test_a_conversation_crosses_whole(make_sample: Callable[..., Sample]) -> None:
+    sample = make_sample(answer="42")
+    sample.learned = array("b", [0, *[1] * (len(sample.token_ids) - 1)])
+    sample.turns, sample.transcript = 2, "<tool>6*7</tool>42"
+    sample.outcome = Score(1.0, {"calls": 1.0})
+    assert there_and_back(sample) == sample
 
 
 @given(st.dictionaries(st.text(max_size=8), VALUES, max_size=4))

@@ -21,7 +21,7 @@ from penstock.environments.outcome import outcome
 from penstock.errors import RolloutError
 from penstock.observe import events
 from penstock.rollout.client import FinishedSample
-from penstock.sample import Finish, Group, Prompt, Sample, SampleId, Score, is_turn
+from penstock.sample import Finish, Group, Prompt, Sample, SampleId, Score, Unscored, is_turn
 from penstock.train.actor import Actor, load_causal_lm
 from penstock.train.appraisal import Appraiser
 from penstock.train.batching import collate_samples
@@ -156,15 +156,24 @@ def test_an_environments_fault_leaves_its_samples_unscored_with_the_cause(
     what: str, cause: str, make_run: MakeRun
 ) -> None:
     run = talking(
-        make_run, Asks(faulty(what)), evaluate=False, unscored="drop_sample", steps=1, talk={"timeout_s": 0.05}
+        make_run,
+        Asks(faulty(what)),
+        evaluate=False,
+        unscored="drop_sample",
+        steps=1,
+        talk={"timeout_s": 0.05},
+        observe={"samples_every": 1, "samples_per_step": 16},
     )
     run.trainer.run()
+    ((_, recorded),) = run.recorded
+    broken = [sample for sample in recorded if isinstance(sample.score, Unscored)]
+    assert all(sample.finish is Finish.FAILED and len(sample.token_ids) for sample in broken)
     (told,) = run.of(events.Unscorable)
     assert next(iter(told.causes)).startswith(cause)
     # Those that are never answered are learned from.
     asked = sum(seed % 3 > 0 for seed in run.trainer.ports.environment._environment.seeds)  # type: ignore[union-attr]
     assert sum(told.causes.values()) == asked == run.metrics[0]["unscored"]
-    assert 0 < asked < 16
+    assert 0 < asked == len(broken) < 16
     assert not any(is_turn(name) for name in run.rollout.batches)
 
 
@@ -310,3 +319,16 @@ def test_other_ranks_get_what_is_learned_from() -> None:
     groups = groups_of_two()
     for before, after in zip(groups, unpack(pack(groups)), strict=True):
         assert [sample.learned for sample in after.samples] == [sample.learned for sample in before.samples]
+
+
+@pytest.mark.parametrize("advantage", ["gae", "remax", "opo"])
+def test_conversations_have_a_critic_a_greedy_baseline_or_lengths_of_their_own(
+    advantage: str, make_run: MakeRun
+) -> None:
+    run = talking(make_run, Asks(), evaluate=False, steps=1, advantage=advantage)
+    run.trainer.run()
+    assert run.metrics[0]["optimizer_steps"] == 1
+    assert run.metrics[0]["environment_tokens"] > 0
+    if advantage == "remax":
+        assert any(is_turn(name) for name in run.rollout.batches if name.startswith("greedy-0."))
+    assert sorted(run.rollout.released) == sorted(run.rollout.batches)

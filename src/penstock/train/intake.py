@@ -175,7 +175,9 @@ class Intake:
         """Makes a sample of its whole conversation."""
         talk = dialogue.conversation
         sample.token_ids, sample.logprobs, sample.learned = talk.token_ids, talk.logprobs, talk.learned
-        sample.version_spans, sample.finish, sample.turns = tuple(talk.spans), talk.finish, talk.turns
+        sample.version_spans, sample.turns = tuple(talk.spans), talk.turns
+        # One that broke off has not ended.
+        sample.finish = Finish.FAILED if talk.finish is Finish.RUNNING else talk.finish
         sample.outcome = talk.outcome
         sample.response = self._decoder.decode(talk.token_ids[talk.last_turn :].tolist(), skip_special_tokens=True)
         sample.transcript = self._decoder.decode(talk.token_ids.tolist(), skip_special_tokens=False)
