@@ -64,7 +64,9 @@ def test_a_conversation_crosses_whole(make_sample: Callable[..., Sample]) -> Non
     sample.learned = array("b", [0, *[1] * (len(sample.token_ids) - 1)])
     sample.turns, sample.transcript = 2, "<tool>6*7</tool>42"
     sample.outcome = Score(1.0, {"calls": 1.0})
-    assert there_and_back(sample) == sample
+    back = there_and_back(sample)
+    back.prompt = sample.prompt
+    assert back == sample
 
 
 @given(st.dictionaries(st.text(max_size=8), VALUES, max_size=4))
