@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,3 +205,16 @@ def test_two_epochs_learn_from_twice_the_tokens(make_run: MakeRun) -> None:
     assert two.metrics[0]["learned/tokens"] == 2 * one.metrics[0]["learned/tokens"]
     assert two.metrics[0]["learned/flops"] == 2 * one.metrics[0]["learned/flops"]
     assert one.metrics[0]["learned/output_tokens"] == one.metrics[0]["response_tokens"]
+
+
+def test_every_metric_of_a_step_is_in_the_manual(make_run: MakeRun) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    rows = [line for line in page.partition("| metric |")[2].splitlines() if line.startswith("| `")]
+    told = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    told |= {f"response_tokens{name}" for name in ("_p50", "_p95", "_max")}
+    scorer = FakeScorer(lambda sample: Score(float(sample.id.replica % 2), {"style": 1.0}))
+    run = make_run(
+        scorer=scorer, steps=1, advantage="gae", kl_coef=0.1, old_logprobs="recompute", rollout_correction="token"
+    )
+    run.trainer.run()
+    assert {name for name in run.metrics[0] if not name.startswith("reward/")} <= told
