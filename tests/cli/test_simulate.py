@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,23 @@ def test_a_sweep_makes_every_combination_and_each_changes_the_figures(
     assert len({row["dollars"] for row in found}) == 4
 
 
+def test_a_policy_of_the_user_s_own_is_simulated_by_its_import_path(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "policies_of_mine.py").write_text(
+        "from penstock.rollout.balance import ShortestQueue\n\n\n"
+        "class OneAtATime(ShortestQueue):\n"
+        "    def room(self, load):\n"
+        "        return 1\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    words = [small, "--machines", "2", "--steps", "2", "--strategies", "penstock,policies_of_mine:OneAtATime"]
+    ours, mine = rows(capsys, *words)
+    assert mine["strategy"] == "policies_of_mine:OneAtATime"
+    assert mine["step_s"] > 2 * ours["step_s"]
+
+
 def test_a_price_changes_dollars_and_not_seconds_where_the_fleet_is_fixed(
     small: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +101,7 @@ def test_the_picture_is_drawn(small: str, tmp_path: Path) -> None:
         (["--steps", "1"], "--trace FILE, or --machines N"),
         (["--machines", "1", "--sample", "2"], "--sample is 2.0"),
         (["--machines", "1", "--strategies", "best"], "no strategy 'best'"),
+        (["--machines", "1", "--strategies", "no.such:Policy"], "no balance policy at 'no.such:Policy'"),
         (["--machines", "1", "--grid", "prices.spot"], "write key=number"),
         (["--machines", "1", "--grid", "prices.gold=1"], "no such number"),
         (["--machines", "1", "--grid", "prices.spot=-1"], "prices.spot"),

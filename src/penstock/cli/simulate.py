@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hours", type=float, default=2.0, help="simulate so long (default 2)")
     parser.add_argument("--steps", type=int, help="simulate so many steps instead")
     parser.add_argument(
-        "--strategies", default="colocated,disaggregated,rlboost,penstock", help="which to compare (default all four)"
+        "--strategies",
+        default="colocated,disaggregated,rlboost,penstock",
+        help="which to compare (default all four); package.module:Class is a balance policy of your own",
     )
     parser.add_argument("--grid", action="append", default=[], metavar="KEY=A,B", help="sweep a number of the profile")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and of the machines kept (default 0)")

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import heapq
 import importlib
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -228,14 +230,19 @@ def _shared(rooms: Sequence[int], held: Sequence[int], weights: Sequence[float],
 
 
 def load_policy(path: str, **options: object) -> BalancePolicy:
-    """A policy by import path, `package.module:Class`, made with `options`.
+    """A policy by import path, `package.module:Class`, made with `options`; also from the folder that one is in.
 
     Raises ConfigError where there is no such module or class, it won't take the options, or it lacks a method.
     """
     module_name, _, name = path.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:
+        # Last, so that nothing here hides an installed package.
+        sys.path.append(here)
     try:
         made: BalancePolicy = getattr(importlib.import_module(module_name), name)(**options)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    # A user's module may raise anything while it is imported; whatever it is, the policy can't be used.
+    except Exception as error:
         raise ConfigError(f"no balance policy at {path!r}: {error}; write package.module:Class") from error
     methods = [method for method in dir(BalancePolicy) if not method.startswith("_")]
     missing = [method for method in methods if not callable(getattr(made, method, None))]

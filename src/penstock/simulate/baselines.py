@@ -9,6 +9,7 @@
 - `rlboost-no-seeding`: the same, but its reserved machines never generate while there is a remote one.
 - `rlboost-forgetful`: the same with one window for all numbers of instances, so without its scheduler's memory.
 - `penstock`: the policies of `rollout`; `penstock-...`: with one of them switched off or put in the paper's place.
+- `package.module:Class`: the same with a balance policy of the user's own, as `rollout.balance` would name it.
 
 A baseline's constants are its own (`Tuning`); `tuned` finds those that are best for it where it is compared.
 """
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report, ShortestQueue
+from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report, ShortestQueue, load_policy
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
 from penstock.rollout.offload import Offload, StepTimes, Window, WindowView
@@ -32,6 +33,8 @@ from penstock.simulate.strategy import FixedSize, SizePolicy, Strategy, WindowPo
 __all__ = ["ABLATIONS", "STRATEGIES", "Algorithm1", "Algorithm2", "PaperSize", "Tuning", "make_strategy", "tuned"]
 
 UNBOUNDED = 1 << 20
+MAX_PENDING = 8
+"""Samples that may wait at an instance, where a strategy has no number of its own."""
 
 
 class Forever:
@@ -202,11 +205,21 @@ def make_strategy(
     ceiling: int = 32,
     tuning: Tuning | None = None,
 ) -> Strategy:
-    """A fresh strategy; `machines` fixes the number of remote instances. Raises ConfigError for no such name."""
-    if name not in STRATEGIES:
-        raise ConfigError(f"there is no strategy {name!r}; there are: {', '.join(STRATEGIES)}")
+    """A fresh strategy; `machines` fixes the number of remote instances. Raises ConfigError for no such name.
+
+    `package.module:Class` is Penstock with a balance policy of the user's own.
+    """
+    own = ":" in name
+    if not own and name not in STRATEGIES:
+        raise ConfigError(
+            f"there is no strategy {name!r}; there are: {', '.join(STRATEGIES)}, and balance policies of your own, as "
+            "package.module:Class"
+        )
     fixed = FixedSize(machines) if machines is not None else None
-    return STRATEGIES[name](profile, _Wish(name, fixed, ceiling, tuning or Tuning()))
+    made = STRATEGIES["penstock" if own else name](profile, _Wish(name, fixed, ceiling, tuning or Tuning()))
+    if own:
+        made.balance = load_policy(name, max_pending=MAX_PENDING)
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +245,7 @@ def _colocated(profile: Profile, wish: _Wish) -> Strategy:
 
 def _disaggregated(profile: Profile, wish: _Wish) -> Strategy:
     size = wish.fixed or FixedSize(profile.reserved_instances)
-    return Strategy("disaggregated", Balanced(8), None, size, spot=False)
+    return Strategy("disaggregated", Balanced(MAX_PENDING), None, size, spot=False)
 
 
 def _rlboost(profile: Profile, wish: _Wish) -> Strategy:
@@ -253,16 +266,16 @@ def _penstock(profile: Profile, wish: _Wish) -> Strategy:
     )
     size: SizePolicy = wish.fixed or FleetSize(config, profile.reserved_instances)
     window: WindowPolicy | None = Offload()
-    balance = Balanced(8)
+    balance = Balanced(MAX_PENDING)
     match wish.name:
         case "penstock-no-window":
             window = None
         case "penstock-paper-window":
             window = Algorithm1()
         case "penstock-no-width":
-            balance = _AlwaysWide(8)
+            balance = _AlwaysWide(MAX_PENDING)
         case "penstock-no-moves":
-            balance = Balanced(8, max_moves=0)
+            balance = Balanced(MAX_PENDING, max_moves=0)
         case "penstock-paper-size":
             size = wish.fixed or PaperSize(profile.reserved_instances, wish.ceiling)
     return Strategy(wish.name, balance, window, size)
