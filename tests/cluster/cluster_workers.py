@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 from penstock.cluster import Batch, dispatch, from_tensors, to_tensors
@@ -79,6 +80,13 @@ class Worker:
         sys.setswitchinterval(1e9)
         while True:
             pass
+
+    @dispatch("one_to_all")
+    def hold_or_fail(self) -> None:
+        """Rank 0 goes on for a minute, the others raise."""
+        if self.rank:
+            raise ValueError(f"rank {self.rank} does not hold")
+        time.sleep(60)
 
     def plain(self, value: int) -> int:
         return value

@@ -39,7 +39,7 @@ from penstock.cluster import (  # noqa: E402
 )
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def a_ray() -> Iterator[None]:
     path = os.pathsep.join([str(HERE.parent / "cluster"), str(HERE.parents[1] / "src")])
     environment = {"env_vars": {"PYTHONPATH": path}}
@@ -48,13 +48,13 @@ def a_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(a_ray: None) -> Iterator[Cluster]:
     with Cluster(execute_threads=4) as cluster:
         yield cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def group(cluster: Cluster) -> WorkerGroup:
     return cluster.group(cluster.ray(cluster_workers.Worker, 3, arguments={"greeting": "good day"}, name="three"))
 
@@ -147,3 +147,10 @@ def test_waits_end_at_their_deadline(cluster: Cluster) -> None:
         group.hold_the_interpreter.submit().result(0.2)
     with pytest.raises(CallTimeout, match="Ray found no room for 1 bundles"):
         ResourcePool(1, cpus=1000, timeout_s=0.2)
+
+
+def test_a_failure_is_told_while_others_still_run(cluster: Cluster) -> None:
+    group = cluster.group(cluster.ray(cluster_workers.Worker, 2, name="uneven"))
+    with pytest.raises(WorkerFailed, match=r"uneven: rank 1 failed in hold_or_fail\(\): ValueError: rank 1 does"):
+        group.hold_or_fail.submit().result(30)
+    group.workers.close()
