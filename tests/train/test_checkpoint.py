@@ -20,6 +20,7 @@ from penstock.train import checkpoint as checkpoint_module
 from penstock.train.actor import Actor
 from penstock.train.batching import collate
 from penstock.train.checkpoint import Checkpoints, Position, find_checkpoint, load_checkpoint, write_safetensors
+from penstock.train.writing import Part, stage
 
 
 def make_actor(folder: Path, **train: Any) -> Actor:
@@ -291,3 +292,50 @@ def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
         assert torch.equal(found[name], tensor)
     with safe_open(tmp_path / "some.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on_bit_for_bit(model_folder: Path, tmp_path: Path) -> None:
+    seed_everything()
+    straight = make_actor(model_folder)
+    train(straight, range(2))
+    path = Checkpoints(tmp_path, 2).save(straight, Position(2, 2, 11)).path
+    described = json.loads((path / "trainer.json").read_text())
+    earlier = {**described, "format": 1, "python_random": described["python_random"][0]}
+    del earlier["ranks"]
+    (path / "trainer.json").write_text(json.dumps(earlier))
+    train(straight, range(2, 4))
+    torch.manual_seed(99)
+    random.seed(99)
+    resumed = make_actor(model_folder)
+    load_checkpoint(path, resumed)
+    train(resumed, range(2, 4))
+    expected, found = state_of(straight), state_of(resumed)
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, found[name]), name
+
+
+def test_nothing_in_a_checkpoint_can_be_executed(model_folder: Path, tmp_path: Path) -> None:
+    actor = make_actor(model_folder)
+    train(actor, range(1))
+    path = Checkpoints(tmp_path, 2).save(actor, Position(1, 1, 0)).path
+    assert {file.suffix for file in path.iterdir()} <= {".safetensors", ".json", ".jinja"}
+    for file in path.glob("*.safetensors"):
+        # What pickle's protocol 2 and later, and zip files of torch.save, begin with.
+        assert file.read_bytes()[:2] not in (b"\x80\x02", b"\x80\x04", b"\x80\x05", b"PK")
+
+
+def test_a_rank_whose_disk_refuses_is_named_and_the_older_checkpoint_stays(model_folder: Path, tmp_path: Path) -> None:
+    actor = make_actor(model_folder)
+    checkpoints = Checkpoints(tmp_path, 1)
+    checkpoints.save(actor, Position(1, 1, 0))
+    folder = checkpoints.prepare()
+    parts = [Part(5, None), Part(0, None, "No space left on device")]
+    with pytest.raises(StorageError, match=r"step-000002 can't be written: rank 1: No space left on device; older"):
+        checkpoints.finish(folder, stage(actor, None), Position(2, 2, 0), parts)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_a_run_without_a_disk_to_begin_on_says_so(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"no checkpoint can be written in .*file/checkpoints: Not a directory"):
+        Checkpoints(tmp_path / "file" / "checkpoints", 1).prepare()
