@@ -17,7 +17,8 @@ from penstock.cluster.errors import ClusterError
 from penstock.cluster.segment import Segment, views_of
 
 INLINE_BYTES = 128 * 1024
-"""Below this, in all, buffers travel in the frame itself: to make and map a segment costs as much as to send them."""
+"""Below this, in all, buffers travel in the frame itself. A call of four workers on two cores takes 0.36 ms so and
+0.42 ms by a segment at 64 KB, 0.42 and 0.37 ms at 128 KB, 3.9 and 1.2 ms at 1 MB."""
 _BATCH, _TENSOR, _ARRAY = 1, 2, 3
 
 
