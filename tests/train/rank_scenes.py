@@ -129,11 +129,15 @@ def main(model: Path, out: Path) -> None:
             if name == "critic":
                 save(learner, out / f"checkpoints-{ranks.size}")
             learner.end()
-        # And on from what one rank has written.
+        # And on from what as many ranks and what one rank has written.
         config = config_of(model, **SCENES["critic"])
         if not ranks.leads:
-            follow(config, ranks)
+            for _ in range(2):
+                follow(config, ranks)
             return
+        learner, _ = make_learner(config, model, out / f"checkpoints-{ranks.size}" / "step-000002", ranks)
+        save(learner, out / f"same-{ranks.size}")
+        learner.end()
         saved = out / "checkpoints-1" / "step-000002"
         learner, step = make_learner(config, model, saved, ranks)
         assert step == 2
