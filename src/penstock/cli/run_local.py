@@ -242,13 +242,14 @@ class _Run:
                 processes.check_manager()
             raise
         learner.end()
-        if not self.eval_only:
-            write_model(self.folder, self._emit)
         watch.finish()
         fleet.release()
         # Here and not with the rest: the manager still tells what it had of each engine when that one said goodbye.
         processes.stop_engines()
         self._wait_for_goodbyes(set(processes.engines))
+        if not self.eval_only:
+            # Last: nobody whom somebody pays for waits for it.
+            write_model(self.folder, self._emit)
 
     def _model_and_prompts(self, held_out: frozenset[str]) -> tuple[Path, PromptSet, PromptSet, Any]:
         said = 0.0
