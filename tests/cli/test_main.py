@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock import __version__, cli
+from penstock.config import RunConfig
 from penstock.errors import ConfigError, PenstockError, StorageError
 
 LEAST = 'model.path = "m"\n[[data.train]]\nkind = "jsonl"\npath = "a.jsonl"\n'
@@ -168,12 +169,18 @@ def test_a_dry_run_prints_a_configuration_that_gives_itself(tmp_path: Path) -> N
 
 def test_train_hands_files_overrides_and_resume_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(LEAST)
-    seen: list[tuple[float, str | None]] = []
+    seen: list[tuple[float, str | None, bool]] = []
     module = types.ModuleType("penstock.cli.run_local")
-    module.run = lambda config, resume: seen.append((config.train.lr, resume)) or 5  # type: ignore[attr-defined]
+
+    def run(config: RunConfig, resume: str | None, *, eval_only: bool) -> int:
+        seen.append((config.train.lr, resume, eval_only))
+        return 5
+
+    module.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "penstock.cli.run_local", module)
     assert cli.main(["train", "--train.lr=0.5", str(tmp_path / "a.toml"), "--resume", "latest"]) == 5
-    assert seen == [(0.5, "latest")]
+    assert cli.main(["train", str(tmp_path / "a.toml"), "--eval-only", "--train.lr=0.25", "--resume", "runs/a"]) == 5
+    assert seen == [(0.5, "latest", False), (0.25, "runs/a", True)]
 
 
 def test_the_configurations_help_needs_no_file(capsys: pytest.CaptureFixture[str]) -> None:

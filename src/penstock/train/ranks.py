@@ -115,7 +115,10 @@ class Ranks:
             raise ConfigError(f"WORLD_SIZE is set, and RANK is not a number ({error}); torchrun sets both") from error
         if size == 1:
             return cls()
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend = "gloo"
+        if torch.cuda.is_available():
+            backend = "cpu:gloo,cuda:nccl"
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         torch.distributed.init_process_group(backend, timeout=PATIENCE)
         ranks = cls(rank, size)
         ranks._words = torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
