@@ -7,7 +7,8 @@ import pytest
 from penstock.cli.run_local import tokens_of_engines
 from penstock.observe import events
 
-STARTED = [events.EngineStarted(ts=0.0, name=name, pid=1, cause="start") for name in ("engine-0", "engine-1")]
+ENGINES = ("engine-0", "engine-1")
+STARTED = [events.EngineStarted(ts=0.0, name=name, pid=1, cause="start") for name in ENGINES]
 RESTARTED = events.ManagerChanged(ts=2.0, state="restarted", cause="killed by SIGKILL")
 WARNED = events.Warned(ts=1.0, where="journal", message="running without a journal: No space left on device")
 
@@ -46,3 +47,11 @@ EXITS = [exited("engine-0", 150), exited("engine-1", 70)]
 def test_what_managers_took_is_known_where_a_journal_says_so(log: list[events.Event], taken: int | None) -> None:
     drawn, accepted = tokens_of_engines([*STARTED, *log, *EXITS])
     assert (drawn, accepted) == (None if taken is None else 220, taken)
+
+
+def test_what_engines_drew_in_a_part_that_was_killed_is_not_known() -> None:
+    """Their trainer was killed and heard of no end: the figures of the next part alone would be less than was taken."""
+    again = [events.EngineStarted(ts=5.0, name=name, pid=2, cause="start") for name in ENGINES]
+    ends = [events.EngineExited(ts=9.0, name=name, pid=2, exit_code=0, cause="", tokens_drawn=10) for name in ENGINES]
+    log = [*STARTED, *again, recovered(engine_0=100), gone("engine-0", 10), gone("engine-1", 10), *ends]
+    assert tokens_of_engines(log) == (None, None)

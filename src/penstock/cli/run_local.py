@@ -496,12 +496,16 @@ def tokens_of_engines(log: Iterable[events.Event]) -> tuple[int | None, int | No
     local: set[str] = set()
     exited: set[str] = set()
     gone: set[str] = set()
+    running: set[tuple[str, int]] = set()
+    """Left over of a run that was killed and went on: what its engines had drawn, they told nobody."""
     journaled = whole = True
     """What managers that died had taken is known."""
     for event in log:
         if isinstance(event, events.EngineStarted):
             local.add(event.name)
+            running.add((event.name, event.pid))
         elif isinstance(event, events.EngineExited):
+            running.discard((event.name, event.pid))
             drawn.append(event.tokens_drawn)
             if event.tokens_drawn:
                 exited.add(event.name)
@@ -519,7 +523,7 @@ def tokens_of_engines(log: Iterable[events.Event]) -> tuple[int | None, int | No
             accepted += event.tokens_accepted
             gone.add(event.name)
     known = [count for count in drawn if count is not None]
-    if not known or len(known) < len(drawn) or not journaled:
+    if not known or len(known) < len(drawn) or running or not journaled:
         return None, None
     # A run that breaks off may not hear what the manager had of its engines.
     return sum(known), accepted if exited <= gone else None
