@@ -119,7 +119,7 @@ def identical_share(one: dict[Any, Dialogue], other: dict[Any, Dialogue]) -> flo
     return sum(same) / len(same)
 
 
-def drawn(house: House) -> dict[str, int]:
+def drawn_by_engine(house: House) -> dict[str, int]:
     return {name: engine.tokens_generated() or 0 for name, engine in house.processes.engines.items()}
 
 
@@ -137,10 +137,10 @@ async def test_an_engine_killed_in_mid_turn_changes_no_conversation(tmp_path: Pa
 
             talks = await begin(house.client, host, "talk")
             await house.until(lambda: talks.turns_heard > len(ASKED), "conversations under way", LONG_S)
-            before = drawn(house)
+            before = drawn_by_engine(house)
 
             def at_work() -> list[str]:
-                return [name for name, tokens in drawn(house).items() if tokens > before[name] + 8]
+                return [name for name, tokens in drawn_by_engine(house).items() if tokens > before[name] + 8]
 
             await house.until(lambda: bool(at_work()), "an engine at work", LONG_S)
             house.processes.kill_engine(at_work()[0], "the test")

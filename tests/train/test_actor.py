@@ -388,7 +388,7 @@ def test_tensors_of_another_shape_are_refused(model_folder: Path, tmp_path: Path
 def test_a_kind_of_model_that_nobody_knows_is_named(model_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(model_folder, tmp_path / "other"))
     (folder / "config.json").write_text(json.dumps({"model_type": "never-heard-of"}))
-    with pytest.raises(CheckpointError, match="holds no usable model: .*never-heard-of"):
+    with pytest.raises(CheckpointError, match=r"holds no usable model: .*never-heard-of"):
         make_actor(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="is not a Hugging Face model configuration"):

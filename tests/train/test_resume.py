@@ -28,7 +28,7 @@ from penstock.train.loop import Trainer, TrainerPorts
 
 # Everything that reads a clock or counts from the process's start.
 TIMES = {"train_s", "publish_stall_s", "rollout_s", "rollout_tokens_per_s", "trainer_wait_s", "step_s"}
-TIMES |= {"train_tokens_per_s", "mfu"}
+TIMES |= {"train_tokens_per_s", "mfu", "reward_s_mean"}
 PPO = {
     "advantage": "gae",
     "critic": {"lr": 1e-3, "warmup_steps": 2},
