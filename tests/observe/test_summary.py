@@ -64,6 +64,26 @@ def test_a_batch_that_never_ends_is_lost_in_a_run_that_is_done_and_unfinished_in
     assert (summary.samples_lost, summary.samples_unfinished) == (lost, unfinished)
 
 
+@pytest.mark.parametrize(("outcome", "lost", "unfinished"), [("done", 13, 0), ("interrupted", 0, 13)])
+def test_samples_that_an_interrupted_trainer_gave_up_are_unfinished_and_not_lost(
+    outcome: str, lost: int, unfinished: int
+) -> None:
+    log: list[Event] = [
+        events.BatchSubmitted(ts=1, batch="b", version=0, samples=16),
+        events.BatchEnded(ts=2, batch="b", samples=3, failed=0, tokens=9, cause="cancelled: KeyboardInterrupt"),
+        events.RunFinished(ts=2, wall_s=1.0, outcome=outcome),
+    ]
+    summary = summary_of(log)
+    assert (summary.samples_finished, summary.samples_lost, summary.samples_unfinished) == (3, lost, unfinished)
+    going_on: list[Event] = [
+        events.RunStarted(ts=3, run="r", version="0", config={}),
+        events.BatchSubmitted(ts=4, batch="b", version=0, samples=16),
+        events.BatchEnded(ts=5, batch="b", samples=16, failed=0, tokens=9),
+        events.RunFinished(ts=6, wall_s=1.0, outcome="done"),
+    ]
+    assert summary_of([*log, *going_on]).samples_lost == 0
+
+
 def test_what_was_not_measured_is_null_and_not_zero() -> None:
     summary = summarise([], [])
     assert summary.outcome == "unfinished"

@@ -125,6 +125,10 @@ class BatchSubmitted(_Event, tag="batch_submitted"):
     samples: int
 
 
+CANCELLED = "cancelled: "
+"""What the cause of a batch begins with that its trainer gave up; it does so when it ends, and only then."""
+
+
 class BatchEnded(_Event, tag="batch_ended"):
     batch: str
     samples: int

@@ -184,7 +184,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         told = f"{summary.machines_asked:,} asked for{failed}; {summary.machines_spent:,.2f} dollars"
         rows.append(("machines", told))
     if summary.manager_losses:
-        rows.append(("manager", f"{summary.manager_losses:,} times lost, {summary.manager_restarts:,} started again"))
+        again = _times(summary.manager_restarts)
+        rows.append(("manager", f"lost {_times(summary.manager_losses)}, started again {again}"))
     rows.append(("took", f"{summary.wall_s:.0f} s for {summary.steps:,} steps, {summary.weight_versions:,} versions"))
     rows.append(("folder", summary.folder))
     if summary.checkpoint:
@@ -225,6 +226,10 @@ def _after(summary: Summary) -> str:
     if summary.evaluations < 3 or summary.accuracy_last is None:
         return figure
     return f"{figure} (mean of the last two evaluations; the last {summary.accuracy_last:.3f})"
+
+
+def _times(count: int) -> str:
+    return {0: "never", 1: "once"}.get(count, f"{count:,} times")
 
 
 def _figure(value: float | None) -> str:

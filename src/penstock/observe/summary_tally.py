@@ -100,12 +100,17 @@ class SummaryTally:
             case events.ManagerChanged(state=state):
                 self.manager_losses += state == "lost"
                 self.manager_restarts += state == "restarted"
-            case events.BatchEnded(batch=batch, samples=samples, failed=failed):
+            case events.BatchEnded(batch=batch, samples=samples, failed=failed, cause=cause):
                 asked = self._submitted.pop(batch, samples + failed)
                 # Of a conversation the first turn counts, which every one of them has.
                 self.samples_finished += 0 if is_turn(batch) else samples
                 self.samples_failed += failed
-                self.samples_lost += max(0, asked - samples - failed)
+                missing = max(0, asked - samples - failed)
+                if cause.startswith(events.CANCELLED):
+                    # By a trainer that ends: nobody lost them, and a run that goes on asks for them again.
+                    self._submitted[batch] = missing
+                else:
+                    self.samples_lost += missing
             case events.SamplesMoved(samples=samples):
                 self.samples_moved += samples
             case events.Unscorable(causes=causes):

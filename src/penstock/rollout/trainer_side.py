@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from penstock.errors import RolloutError, WireError
 from penstock.observe.events import (
+    CANCELLED,
     BatchEnded,
     BatchSubmitted,
     BatchTakenUp,
@@ -214,7 +215,7 @@ class TrainerSide:
         if batch is None:
             self._out.warn(f"asked to cancel batch {frame.batch!r}, which is not open")
             return
-        self.end(batch, f"cancelled: {frame.cause}")
+        self.end(batch, f"{CANCELLED}{frame.cause}")
         self.counts.batches_cancelled += 1
         self._rearrange()
 
