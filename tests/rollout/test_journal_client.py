@@ -36,6 +36,21 @@ async def test_a_trainer_that_loses_its_connection_comes_back_and_gets_the_rest_
             await client.close()
 
 
+async def test_a_manager_that_is_ended_on_purpose_is_not_lost() -> None:
+    events: list[Event] = []
+    async with serving() as server:
+        client = RolloutClient(server.url, TOKEN, events.append, lambda _: None, reconnect_s=60)
+        await client.connect()
+        heard = await Trainer(client).submit()
+        client.expect_end()
+    try:
+        await heard.end()
+        assert heard.error is not None
+        assert not [event for event in events if isinstance(event, ManagerChanged)]
+    finally:
+        await client.close()
+
+
 async def test_a_manager_that_stays_away_is_given_up_after_its_time() -> None:
     async with serving() as server:
         client = RolloutClient(server.url, TOKEN, lambda _: None, lambda _: None, reconnect_s=0.5)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penstock.config.run import RunConfig
@@ -48,6 +49,19 @@ def find_run(config: RunConfig, resume: str) -> Path:
             return folder
     found = f"the {len(runs)} there are have no checkpoint" if runs else "there is none"
     raise CheckpointError(f"--resume latest: no run named {config.name} in {config.output_dir} to go on with; {found}")
+
+
+def how_to_go_on(words: Sequence[str], folder: Path, ranks: int = 1) -> str:
+    """The command that goes on with the run in `folder`, which `penstock` was given `words` for."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--resume":
+            next(rest, None)
+        elif not word.startswith("--resume="):
+            kept.append(word)
+    program = "penstock" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m penstock"
+    return f"{program} {shlex.join([*kept, f'--resume={folder}'])}"
 
 
 def _runs(config: RunConfig) -> Iterator[tuple[int, Path]]:

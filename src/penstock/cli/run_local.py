@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import secrets
-import shlex
 import signal
 import socket
 import sys
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from penstock import __version__
 from penstock.cli.run_doors import RunDoors, how_to_join, tokens_of
 from penstock.cli.run_fleet import RunFleet, fleet_file
-from penstock.cli.run_folder import find_run, locked, make_folder
+from penstock.cli.run_folder import find_run, how_to_go_on, locked, make_folder
 from penstock.cli.run_records import open_metrics, write_model
 from penstock.cli.run_reward_model import open_model_scorer
 from penstock.cli.run_watch import RunWatch
@@ -201,6 +200,7 @@ class _Run:
         self.events.listen(watch.notice)
         # Told first of all when the run ends, so that none outlives the five seconds whatever else takes its time.
         parts.callback(processes.terminate)
+        parts.callback(client.expect_end)
         operator, agent = tokens.of(Role.OPERATOR), tokens.of(Role.AGENT)
         fleet = RunFleet(config, self.folder, manager_url, operator, agent, edge, self._emit, doors.own)
         parts.callback(fleet.release)
@@ -236,6 +236,7 @@ class _Run:
             if isinstance(error, RolloutError):
                 processes.settle_manager()
             fleet.release()
+            client.expect_end()
             processes.close()
             trainer.save_where_stopped()
             if isinstance(error, RolloutError):
@@ -442,8 +443,7 @@ class _Run:
         if outcome == "done":
             return
         if any((self.folder / "checkpoints").glob("step-*")):
-            words = [word for word in sys.argv[1:] if not word.startswith("--resume")]
-            print(f"go on with: penstock {shlex.join(words)} --resume={self.folder}")
+            print(f"go on with: {how_to_go_on(sys.argv[1:], self.folder, self.ranks.size)}")
         else:
             print("no checkpoint was written, so this run can't go on; train.checkpoint_every says how often one is")
 

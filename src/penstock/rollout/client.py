@@ -113,6 +113,8 @@ class RolloutClient:
         self._send_lock = asyncio.Lock()
         self._lost: _Lost | None = None
         self._closing = False
+        self._ends = False
+        """The manager is about to be ended by whoever started it."""
 
     async def connect(self) -> None:
         """Raises AuthError, ProtocolMismatch, or RolloutError where the manager can't be reached or is taken."""
@@ -202,6 +204,10 @@ class RolloutClient:
         self._grant = asyncio.get_running_loop().create_future()
         await self._send(self._turn)
         return await self._grant
+
+    def expect_end(self) -> None:
+        """The manager is ended on purpose: once it goes it is not lost, and nobody dials it. From any thread."""
+        self._ends = True
 
     async def close(self) -> None:
         """Ends the connection. Batches that are still open are told so."""
@@ -317,7 +323,7 @@ class RolloutClient:
         try:
             while True:
                 lost = await self._read(manager)
-                if lost.final or self._closing or not self._reconnect_s:
+                if lost.final or self._closing or self._ends or not self._reconnect_s:
                     break
                 self._settled.clear()
                 given_up = await self._dial_again(lost)
