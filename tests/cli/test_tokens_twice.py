@@ -55,3 +55,15 @@ def test_what_engines_drew_in_a_part_that_was_killed_is_not_known() -> None:
     ends = [events.EngineExited(ts=9.0, name=name, pid=2, exit_code=0, cause="", tokens_drawn=10) for name in ENGINES]
     log = [*STARTED, *again, recovered(engine_0=100), gone("engine-0", 10), gone("engine-1", 10), *ends]
     assert tokens_of_engines(log) == (None, None)
+
+
+@pytest.mark.parametrize(("heard", "taken"), [(ENGINES, 160), (ENGINES[:1], None)])
+def test_engines_of_a_resumed_part_are_not_taken_for_those_of_the_same_name_before(
+    heard: tuple[str, ...], taken: int | None
+) -> None:
+    begins = events.RunStarted(ts=0.0, run="r", version="0", config={})
+    again = [events.EngineStarted(ts=5.0, name=name, pid=2, cause="start") for name in ENGINES]
+    ends = [events.EngineExited(ts=9.0, name=name, pid=2, exit_code=0, cause="", tokens_drawn=10) for name in ENGINES]
+    first = [begins, *STARTED, *EXITS]
+    second = [begins, *again, recovered(engine_0=100, engine_1=40), *(gone(name, 10) for name in heard), *ends]
+    assert tokens_of_engines([*first, *second]) == (240, taken)

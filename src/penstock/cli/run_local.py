@@ -500,8 +500,16 @@ def tokens_of_engines(log: Iterable[events.Event]) -> tuple[int | None, int | No
     """Left over of a run that was killed and went on: what its engines had drawn, they told nobody."""
     journaled = whole = True
     """What managers that died had taken is known."""
+    told = True
+    """So is what earlier parts of the run had."""
+    resumed = False
     for event in log:
-        if isinstance(event, events.EngineStarted):
+        if isinstance(event, events.RunStarted):
+            # Engines have the names of those of the part before.
+            told, resumed = told and exited <= gone, bool(local)
+            exited.clear()
+            gone.clear()
+        elif isinstance(event, events.EngineStarted):
             local.add(event.name)
             running.add((event.name, event.pid))
         elif isinstance(event, events.EngineExited):
@@ -511,14 +519,17 @@ def tokens_of_engines(log: Iterable[events.Event]) -> tuple[int | None, int | No
                 exited.add(event.name)
         elif isinstance(event, events.ManagerChanged) and event.state == "restarted":
             # What it had of each engine when it died, its journal says, or nobody.
-            journaled = False
+            journaled = resumed = False
         elif isinstance(event, events.Warned) and event.where == "journal":
             # Tokens were taken that it has not, or had to be left out.
             whole = False
         elif isinstance(event, events.ManagerRecovered):
             journaled = whole
             accepted = sum(tokens for name, tokens in event.accepted.items() if name in local)
-            gone |= event.accepted.keys()
+            if resumed:
+                told = whole
+            else:
+                gone |= event.accepted.keys()
         elif isinstance(event, events.InstanceChanged) and event.after == "gone" and event.name in local:
             accepted += event.tokens_accepted
             gone.add(event.name)
@@ -526,7 +537,7 @@ def tokens_of_engines(log: Iterable[events.Event]) -> tuple[int | None, int | No
     if not known or len(known) < len(drawn) or running or not journaled:
         return None, None
     # A run that breaks off may not hear what the manager had of its engines.
-    return sum(known), accepted if exited <= gone else None
+    return sum(known), accepted if told and exited <= gone else None
 
 
 def load_tokenizer(folder: Path) -> Any:
