@@ -178,6 +178,8 @@ def test_train_hands_files_overrides_and_resume_on(monkeypatch: pytest.MonkeyPat
 
     module.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "penstock.cli.run_local", module)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/run-001/checkpoints/step-000001").mkdir(parents=True)
     assert cli.main(["train", "--train.lr=0.5", str(tmp_path / "a.toml"), "--resume", "latest"]) == 5
     assert cli.main(["train", str(tmp_path / "a.toml"), "--eval-only", "--train.lr=0.25", "--resume", "runs/a"]) == 5
     assert seen == [(0.5, "latest", False), (0.25, "runs/a", True)]

@@ -21,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.out.exists():
         raise ConfigError(f"{args.out} is there already; name a folder that is not")
+    if not args.source.is_dir():
+        raise ConfigError(f"{args.source}: there is no such folder; name a run's or a checkpoint's")
     from penstock.train.checkpoint import find_checkpoint
     from penstock.train.export import export_model
 

@@ -38,6 +38,11 @@ def main(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(dump_toml(config), end="")
         return 0
+    if args.resume and not args.eval_only:
+        from penstock.cli.run_folder import find_run
+
+        # What isn't there is told before the seconds that importing PyTorch takes.
+        find_run(config, args.resume)
     from penstock.cli.run_local import run
 
     return run(config, args.resume, eval_only=args.eval_only)
