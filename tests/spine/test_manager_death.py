@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from penstock.bench.house import House, open_house, prompts, small_llama
+from penstock.bench.house import Collected, House, open_house, prompts, small_llama
 from penstock.bench.migration import NEAR_TIE, Samples, compare
 from penstock.observe.events import BatchTakenUp, ManagerChanged, ManagerRecovered, Warned
 from penstock.rollout.client import RolloutClient
@@ -55,15 +55,24 @@ def kill_manager(house: House) -> None:
     manager.process.wait(timeout=LONG_S)
 
 
-async def kill_manager_under_way(house: House, accepted_before: int) -> tuple[int, int]:
+async def submit_to_standing_engines(house: House) -> tuple[Collected, int]:
+    """Submits the step while engines stand still; also returns how many tokens they have drawn by then."""
+    signal_engines(house, signal.SIGSTOP)
+    before = drawn(house)
+    return await house.submit("step", ASKED, 4, SAMPLING), before
+
+
+async def kill_manager_under_way(house: House, accepted_before: int, drawn_by_then: int) -> tuple[int, int]:
     """Kills it when a third of the step's tokens are drawn, and waits until every agent has noticed.
 
     Returns how many of the step's tokens it had said to have, and how many all engines have drawn since they started.
     """
-    before = drawn(house)
-    await house.until(lambda: drawn(house) > before + 2400, "the engines at work", LONG_S)
-    # However slow its answers are, engines must not come to the step's end meanwhile.
-    signal_engines(house, signal.SIGSTOP)
+    # Engines run in short bursts: however slow this process is, they must not come to the step's end meanwhile.
+    async with asyncio.timeout(LONG_S):
+        while drawn(house) <= drawn_by_then + 2400:
+            signal_engines(house, signal.SIGCONT)
+            await asyncio.sleep(0.02)
+            signal_engines(house, signal.SIGSTOP)
     async with asyncio.timeout(LONG_S):
         while (told := await tokens_accepted(house) - accepted_before) == 0:
             await asyncio.sleep(0.005)
@@ -106,8 +115,8 @@ async def test_neither_a_killed_manager_nor_a_killed_trainer_changes_or_costs_a_
 
         # The manager dies in mid-step.
         accepted = await tokens_accepted(house)
-        collected = await house.submit("step", ASKED, 4, SAMPLING)
-        told, drawn_before = await kill_manager_under_way(house, accepted)
+        collected, by_then = await submit_to_standing_engines(house)
+        told, drawn_before = await kill_manager_under_way(house, accepted, by_then)
         house.processes.poll()
         disturbed = await house.finish("step", collected)
         assert_same(model, quiet, disturbed)
@@ -117,8 +126,8 @@ async def test_neither_a_killed_manager_nor_a_killed_trainer_changes_or_costs_a_
 
         # Trainer and manager die, as when their machine does; they come back with nothing but the disk.
         accepted = await tokens_accepted(house)
-        await house.submit("step", ASKED, 4, SAMPLING)
-        told, drawn_before = await kill_manager_under_way(house, accepted)
+        _, by_then = await submit_to_standing_engines(house)
+        told, drawn_before = await kill_manager_under_way(house, accepted, by_then)
         await house.client.close()
         house.processes.poll()
         await resume_trainer(house, model)
