@@ -47,8 +47,12 @@ def find_run(config: RunConfig, resume: str) -> Path:
         # One that failed before its first checkpoint must not hide the run that is meant.
         if any((folder / "checkpoints").glob("step-*")):
             return folder
-    found = f"the {len(runs)} there are have no checkpoint" if runs else "there is none"
-    raise CheckpointError(f"--resume latest: no run named {config.name} in {config.output_dir} to go on with; {found}")
+    if not runs:
+        raise CheckpointError(f"--resume latest: there is no run named {config.name} in {config.output_dir}")
+    raise CheckpointError(
+        f"--resume latest: no run named {config.name} in {config.output_dir} has a checkpoint to go on from "
+        f"({len(runs)} there)"
+    )
 
 
 def how_to_go_on(words: Sequence[str], folder: Path, ranks: int = 1) -> str:

@@ -126,7 +126,8 @@ class Checkpoints:
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             reason = error.strerror or str(error)
-            raise StorageError(f"the checkpoint {final} can't be written: {reason}; older ones are intact") from error
+            rest = "; older ones are intact" if _by_age(self.folder) else ""
+            raise StorageError(f"the checkpoint {final} can't be written: {reason}{rest}") from error
         return Saved(final, nbytes, _remove([*self._leftovers(), *_by_age(self.folder)[: -self.keep]]))
 
     def _leftovers(self) -> list[Path]:
