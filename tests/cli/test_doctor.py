@@ -178,7 +178,21 @@ def test_packages_are_those_that_the_project_declares() -> None:
     packages = find_packages(importlib.metadata.requires("penstock") or ())
     by_extra = {(package.extra, package.name) for package in packages}
     assert {("", "msgspec"), ("engine", "torch"), ("train", "rich"), ("tensorboard", "tensorboard")} <= by_extra
-    assert all(package.wanted.startswith(">=") for package in packages)
+    assert all(">=" in package.wanted for package in packages)
+
+
+def test_requirements_are_read_whatever_else_they_ask_for() -> None:
+    lines = [
+        "fast-thing>=0.3; (platform_system == 'Linux') and extra == 'fast'",
+        "bounded-thing<0.2,>=0.1.14; extra == 'bounded'",
+        "core-thing[speedups]>=2",
+    ]
+    found = [(package.name, package.extra, package.wanted) for package in find_packages(lines)]
+    assert found == [
+        ("fast-thing", "fast", ">=0.3"),
+        ("bounded-thing", "bounded", "<0.2,>=0.1.14"),
+        ("core-thing", "", ">=2"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -188,6 +202,8 @@ def test_packages_are_those_that_the_project_declares() -> None:
         ("2.5.9", ">=2.6", True),
         ("10.0", ">=9.1", False),
         ("1.0", "", False),
+        ("0.1.13", "<0.2,>=0.1.14", True),
+        ("0.1.14", "<0.2,>=0.1.14", False),
         ("2.6", ">=2.6", False),
         ("2.6.0rc1", ">=2.6", False),
     ],

@@ -37,7 +37,7 @@ LEAST_OPEN_FILES = 256
 MANY_OPEN_FILES = 4096
 """A socket for each instance, and a few for each that pulls weights."""
 UNDECIDED = ("dev",)
-_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*([^;]*)(?:;\s*extra == ['\"]([^'\"]+)['\"])?")
+_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*([^;]*)(?:;.*?\bextra == ['\"]([^'\"]+)['\"])?")
 
 
 @dataclass(frozen=True, slots=True)
