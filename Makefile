@@ -22,8 +22,9 @@ $(STAMP):
 demo: install
 	$(VENV)/bin/penstock train configs/quickstart.toml
 
-# Tests wait for processes and sockets about as long as they compute, so three at a time keep two cores busy.
-TEST_PROCESSES ?= 3
+# Tests wait for processes and sockets about as long as they compute. Three at a time end sooner on two cores, and leave
+# those that start whole runs less room.
+TEST_PROCESSES ?= 2
 
 test: install
 	$(VENV)/bin/pytest -n $(TEST_PROCESSES) --dist worksteal

@@ -124,12 +124,16 @@ async def test_one_that_blocks_its_loop_is_left_behind_with_it(monkeypatch: pyte
 
 async def test_no_more_calls_are_in_flight_than_is_asked_for() -> None:
     inside = most = 0
-    go = asyncio.Event()
+    full = asyncio.Event()
 
     async def counts() -> Observation:
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
+        if inside == 3:
+            full.set()
+        # However slowly calls come, the first ones wait for as many as may be.
+        await full.wait()
         for _ in range(5):
             await asyncio.sleep(0)
         inside -= 1
@@ -138,7 +142,6 @@ async def test_no_more_calls_are_in_flight_than_is_asked_for() -> None:
     with hosted(counts, concurrency=3) as made:
         await asyncio.gather(*(made.step(None, TURN) for _ in range(12)))
     assert most == 3
-    go.set()
 
 
 async def test_a_call_whose_caller_is_gone_is_cancelled() -> None:

@@ -36,7 +36,10 @@ SHORTEST_QUEUE = {"balance": "penstock.rollout.balance:ShortestQueue"}
 @contextlib.asynccontextmanager
 async def house_with_journal(folder: Path, engines: int) -> AsyncIterator[House]:
     journal = {"journal": "interval"}
-    async with open_house(folder, engines, manager=journal, rollout=SHORTEST_QUEUE, reconnect_s=LONG_S) as house:
+    # Few at once, so that a step takes its time: whoever stops engines in its midst may be kept waiting.
+    async with open_house(
+        folder, engines, manager=journal, rollout=SHORTEST_QUEUE, reconnect_s=LONG_S, max_running=8
+    ) as house:
         yield house
 
 
@@ -71,7 +74,7 @@ async def kill_manager_under_way(house: House, accepted_before: int, drawn_by_th
     async with asyncio.timeout(LONG_S):
         while drawn(house) <= drawn_by_then + 2400:
             signal_engines(house, signal.SIGCONT)
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.005)
             signal_engines(house, signal.SIGSTOP)
     async with asyncio.timeout(LONG_S):
         while (told := await tokens_accepted(house) - accepted_before) == 0:

@@ -2,8 +2,9 @@
 
 Three machines that die under one sample are its doing where machines live; where they die all the time it is chance,
 and with thousands of samples somebody meets it three times. What tells the two apart is machines that die with nobody
-to blame: every sample of theirs had got on since it came, or their engine was broken. A few of those are an ordinary
-day, and change nothing. Pure: deaths and `now` in, a number out.
+to blame: every sample of theirs had got on since it came, or their engine was broken, or none had a strike before,
+which whoever kills machines has from its second one on. A few of those are an ordinary day, and change nothing.
+Pure: deaths and `now` in, a number out.
 """
 
 from __future__ import annotations
@@ -30,8 +31,13 @@ class Blame:
         self._nobodys: deque[float] = deque(maxlen=DEATHS_KEPT)
 
     def died_by_itself(self, now: float) -> None:
-        """A machine was lost, and no sample of it is a suspect."""
+        """A machine was lost, and no sample of it is a suspect, or none was one before."""
         self._nobodys.append(now)
+
+    def found_one(self) -> None:
+        """A sample is a suspect for the second time: its first machine may not have died by itself."""
+        if self._nobodys:
+            self._nobodys.pop()
 
     def restore(self, deaths: Iterable[float]) -> None:
         """Those that an earlier manager had seen, on this one's clock."""

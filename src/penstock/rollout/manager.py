@@ -484,7 +484,11 @@ class Manager:
         evicted = self.tracker.evict(instance.id, f"{instance.id} is gone: {cause}", suspected)
         if evicted.struck:
             self._out.records(struck_records(evicted.struck))
-        elif instance.state is State.READY and not orderly:
+        if any(sample.strikes == 2 for sample in evicted.struck):
+            self.blame.found_one()
+            self.tracker.strikes_needed = self.blame.strikes_needed(self._now)
+        # Whoever kills machines is a suspect from its second one on.
+        if all(sample.strikes == 1 for sample in evicted.struck) and instance.state is State.READY and not orderly:
             self.blame.died_by_itself(self._now)
             self._out.record(Died((self._ts,)))
             self.tracker.strikes_needed = self.blame.strikes_needed(self._now)
