@@ -114,7 +114,7 @@ def ended() -> Iterator[list[subprocess.Popen[str]]]:
 def test_a_whole_run_with_a_kill_goes_under_mutual_tls_with_a_token_for_each_role(
     tmp_path: Path, cache: Path, ended: list[subprocess.Popen[str]]
 ) -> None:
-    run = Run(tmp_path, cache, "--train.steps=6", "--drill.kill_at=0.2", "--rollout.engines.tokens_per_s=500")
+    run = Run(tmp_path, cache, "--train.steps=12", "--drill.kill_at=0.1", "--rollout.engines.tokens_per_s=500")
     ended.append(run.process)
     assert "https://127.0.0.1:" in run.read_until("the manager listens at")
     with pytest.raises((ssl.SSLError, ConnectionError)):
