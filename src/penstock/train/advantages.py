@@ -120,7 +120,7 @@ class AdvantageEstimator:
     @property
     def whole_mini_batch(self) -> bool:
         """Whether a group's advantages depend on the others of its mini-batch."""
-        return self.function in _WHOLE or getattr(self.function, "whole_mini_batch", False)
+        return self.function in _WHOLE
 
     @property
     def has_critic(self) -> bool:
@@ -233,9 +233,8 @@ def gpg(rewards_B: Tensor, group_B: Tensor) -> Tensor:
 
     alpha corrects the gradient for samples that say nothing. A group of one keeps its reward, as in verl.
     """
-    _, index_B, size_G = _centred(rewards_B, group_B)
     alpha = rewards_B.numel() / torch.count_nonzero(rewards_B).clamp_min(1)
-    return alpha * centred_or_own(rewards_B, group_B, index_B, size_G)
+    return alpha * centred_or_own(rewards_B, group_B)
 
 
 @register_advantage("gdpo", whole_mini_batch=True)
@@ -277,9 +276,10 @@ def masked_whiten(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return centred_BT * torch.rsqrt(variance + 1e-8)
 
 
-def centred_or_own(rewards_B: Tensor, group_B: Tensor, index_B: Tensor, size_G: Tensor) -> Tensor:
+def centred_or_own(rewards_B: Tensor, group_B: Tensor) -> Tensor:
     """Rewards less their group's mean; of a group of one the reward itself."""
-    return torch.where((size_G == 1)[index_B], rewards_B, _centred(rewards_B, group_B)[0])
+    centred_B, index_B, size_G = _centred(rewards_B, group_B)
+    return torch.where((size_G == 1)[index_B], rewards_B, centred_B)
 
 
 def _centred(rewards_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:

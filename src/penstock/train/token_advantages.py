@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.run import TrainConfig
-from penstock.train.advantages import Valued, centred_or_own, groups_of, masked_whiten, register_advantage
+from penstock.train.advantages import Valued, centred_or_own, masked_whiten, register_advantage
 
 __all__ = ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"]
 
@@ -55,7 +55,7 @@ def reinforce_plus_plus_baseline(rewards_B: Tensor, group_B: Tensor, mask_BT: Te
 
     A group of one keeps its reward, as in verl.
     """
-    centred_B = centred_or_own(rewards_B, group_B, *groups_of(group_B))
+    centred_B = centred_or_own(rewards_B, group_B)
     return masked_whiten(centred_B.unsqueeze(1).expand(mask_BT.shape), mask_BT)
 
 
