@@ -16,9 +16,18 @@ NAMES = {
     "engine": ["numpy", "torch"],
     "train": ["rich", "matplotlib", "pyarrow", "reasoning-gym", "torch"],
     "datasets": ["datasets"],
+    "lora": ["peft"],
     "tensorboard": ["tensorboard"],
+    "wandb": ["wandb"],
+    "verifiers": ["verifiers"],
     "math": ["math-verify"],
     "json": ["jsonschema"],
+    "ray": ["ray"],
+    "kubernetes": ["kubernetes"],
+    "prometheus": ["prometheus-client"],
+    "otel": ["opentelemetry-api"],
+    "tls": ["cryptography"],
+    "mooncake": ["mooncake-transfer-engine-non-cuda"],
 }
 
 
@@ -40,7 +49,7 @@ def healthy() -> Facts:
         terminal="",
         torch_cuda_build=None,
         sandbox="namespaces",
-        engines_outside={"vLLM": None, "SGLang": "0.5"},
+        servers={"vllm": None, "sglang": "/opt/sglang/bin/sglang"},
     )
 
 
@@ -62,8 +71,7 @@ def test_a_healthy_machine_can_do_all_that_is_built() -> None:
     works = {verdict.what: verdict.works for verdict in judge(healthy())}
     assert [what for what, yes in works.items() if not yes] == [
         "built-in engine and training on CUDA",
-        "vLLM engine",
-        "SGLang engine",
+        "vllm engine",
     ]
 
 
@@ -127,6 +135,9 @@ def test_one_core_is_slow_and_no_obstacle() -> None:
         ("reasoning-gym", "reasoning-gym tasks", "train"),
         ("datasets", "Hugging Face data sets", "datasets"),
         ("tensorboard", "TensorBoard", "tensorboard"),
+        ("wandb", "Weights & Biases", "wandb"),
+        ("verifiers", "environments of verifiers", "verifiers"),
+        ("peft", "LoRA adapters", "lora"),
         ("numpy", "built-in engine on CPU", "engine"),
     ],
 )
@@ -162,8 +173,22 @@ def test_few_open_files_rule_out_many_instances() -> None:
     assert "ulimit -n 4096" in verdict(dataclasses.replace(healthy(), open_files=1024), "hundreds of instances").why
 
 
-def test_an_engine_that_can_not_be_driven_yet_is_no_yes() -> None:
-    assert verdict(healthy(), "SGLang engine").why == "SGLang 0.5 is installed; Penstock can't drive it yet"
+def test_servers_are_those_that_an_agent_would_start() -> None:
+    assert verdict(healthy(), "sglang engine") == Verdict("sglang engine", True, "/opt/sglang/bin/sglang")
+    assert verdict(healthy(), "vllm engine").why.startswith("vllm is not on PATH")
+
+
+def test_a_server_on_path_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm").write_text("#!/bin/sh\n")
+    (tmp_path / "vllm").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.find_servers() == {"vllm": str(tmp_path / "vllm"), "sglang": None}
+
+
+def test_each_extra_that_the_project_declares_has_a_verdict() -> None:
+    declared = {package.extra for package in find_packages(importlib.metadata.requires("penstock") or ())}
+    assert declared - {"", "engine", "train"} == doctor.EXTRAS.keys()
+    assert set(doctor.EXTRAS.values()) <= {found.what for found in judge(healthy())}
 
 
 def test_the_report_has_a_line_for_each_verdict_and_each_extra() -> None:

@@ -26,6 +26,7 @@ from typing import Any
 from penstock import __version__
 from penstock.bench.common import cpu_model, memory_bytes, usable_cores
 from penstock.errors import PenstockError
+from penstock.instance.dialects import PROGRAMS
 from penstock.reward.sandbox import available_isolation
 
 HELP = "Say what is installed, what hardware there is, and what will and will not work here."
@@ -37,6 +38,23 @@ LEAST_OPEN_FILES = 256
 MANY_OPEN_FILES = 4096
 """A socket for each instance, and a few for each that pulls weights."""
 UNDECIDED = ("dev",)
+EXTRAS = {
+    "datasets": "Hugging Face data sets",
+    "lora": "LoRA adapters",
+    "tensorboard": "TensorBoard",
+    "wandb": "Weights & Biases",
+    "verifiers": "environments of verifiers",
+    "math": "math_answer",
+    "json": "json_schema",
+    "ray": "workers on Ray",
+    "kubernetes": "machines on Kubernetes",
+    "prometheus": "Prometheus collector",
+    "otel": "OpenTelemetry traces",
+    "tls": "weights relayed over TLS",
+    "mooncake": "weights by Mooncake",
+}
+"""What each extra is for, by its name; those that are left out have verdicts of their own."""
+ON_TORCH = ("tensorboard", "lora")
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*([^;]*)(?:;.*?\bextra == ['\"]([^'\"]+)['\"])?")
 
 
@@ -85,8 +103,8 @@ class Facts:
     """How the programs of `code_tests` are isolated: `namespaces`, `landlock`, `seccomp` or `none`."""
     sandbox_refused: tuple[str, ...] = ()
     """Why each stronger isolation than that doesn't work."""
-    engines_outside: Mapping[str, str | None] = field(default_factory=dict)
-    """Version of vLLM and SGLang in this Python, None where they are not."""
+    servers: Mapping[str, str | None] = field(default_factory=dict)
+    """Where on PATH the program of each engine server is, None where it is not; the agent starts it from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +141,13 @@ def judge(facts: Facts) -> list[Verdict]:
         _needs(facts, "curves.png", "train", only=("matplotlib",)),
         _needs(facts, "Parquet prompts", "train", only=("pyarrow",)),
         _needs(facts, "reasoning-gym tasks", "train", only=("reasoning-gym",)),
-        _needs(facts, "Hugging Face data sets", "datasets"),
-        _needs(facts, "TensorBoard", "tensorboard", also=facts.torch_trouble),
-        _needs(facts, "math_answer", "math"),
-        _needs(facts, "json_schema", "json"),
+        *(
+            _needs(facts, what, extra, also=facts.torch_trouble if extra in ON_TORCH else "")
+            for extra, what in EXTRAS.items()
+        ),
         _sandbox(facts),
         _many_instances(facts),
-        *(_outside(name, version) for name, version in facts.engines_outside.items()),
+        *(_server(name, path) for name, path in facts.servers.items()),
     ]
 
 
@@ -182,7 +200,7 @@ def gather() -> Facts:
         unwritable=tuple(filter(None, (unwritable(Path(name)) for name in ("runs", ".cache", tempfile.gettempdir())))),
         terminal=_terminal_trouble(),
         nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
-        engines_outside={"vLLM": _version("vllm"), "SGLang": _version("sglang")},
+        servers=find_servers(),
         sandbox=isolation,
         sandbox_refused=tuple(refused.values()),
         **torch_facts,
@@ -199,6 +217,11 @@ def find_packages(requirements: Sequence[str]) -> tuple[Package, ...]:
         name, wanted, extra = match.group(1), match.group(2).strip(), match.group(3) or ""
         packages.append(Package(name=name, extra=extra, wanted=wanted, installed=_version(name)))
     return tuple(packages)
+
+
+def find_servers() -> dict[str, str | None]:
+    """Programs of engine servers, and where on PATH they are."""
+    return {program: shutil.which(program) for program in PROGRAMS.values()}
 
 
 def is_older(installed: str, wanted: str) -> bool:
@@ -312,10 +335,11 @@ def _many_instances(facts: Facts) -> Verdict:
     return Verdict(what, True, "")
 
 
-def _outside(name: str, version: str | None) -> Verdict:
-    if version is None:
-        return Verdict(f"{name} engine", False, f"{name} is not installed in this Python")
-    return Verdict(f"{name} engine", False, f"{name} {version} is installed; Penstock can't drive it yet")
+def _server(program: str, path: str | None) -> Verdict:
+    what = f"{program} engine"
+    if path is None:
+        return Verdict(what, False, f"{program} is not on PATH; --engine-command or --engine-url name one elsewhere")
+    return Verdict(what, True, path)
 
 
 def _missing(facts: Facts, extra: str, only: Sequence[str] = ()) -> str:
