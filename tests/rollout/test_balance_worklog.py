@@ -11,8 +11,8 @@ from penstock.rollout.worklog import EVERY_S, WorkLog, prompt_share
 from penstock.wire import Heartbeat
 
 
-def report(running: float, wall_s: float = 1.0, instance: str = "i0", pending: int = 0) -> Report:
-    return Report(instance, wall_s, running, 100.0 * running, int(10 * running), 5, pending)
+def report(running: float, wall_s: float = 1.0, instance: str = "i0", pending: int = 0, full: bool = False) -> Report:
+    return Report(instance, wall_s, running, 100.0 * running, int(10 * running), 5, pending, full)
 
 
 def test_work_of_like_batch_sizes_is_one_row_and_its_sums_are_exact() -> None:
@@ -46,12 +46,43 @@ def test_rows_are_bounded_by_the_powers_of_two_however_much_is_reported() -> Non
 def test_a_full_memory_is_seen() -> None:
     said: list[Event] = []
     log = WorkLog(said.append, lambda: 0.0)
-    log.worked(report(8, pending=3), "here", False, 16)
-    log.worked(report(2), "here", False, 16)
+    log.worked(report(8, full=True), "here", False, 16)
+    log.worked(report(2, pending=3), "here", False, 16)
     log.gone("i0")
     event = said[0]
     assert isinstance(event, InstanceWorked)
     assert [row.full for row in event.work] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "prefilled", "full"),
+    [((3, 3), (5, 5), True), ((3, 3), (5, 9), False), ((0, 3), (5, 5), False), ((3, 0), (5, 5), False)],
+)
+def test_a_memory_is_full_where_samples_wait_beside_free_places_and_none_is_let_in(
+    waiting: tuple[int, int], prefilled: tuple[int, int], full: bool
+) -> None:
+    """One that has just come waits for the next decode step and is let in there: that is no sign of a full memory."""
+    world = World()
+    world.publish(0)
+    agent = world.join_ready("engine-0")
+    world.trainer(submit(prompts=[[1, 2], [3, 4, 5, 6]], samples_per_prompt=3, max_new_tokens=20))
+    for k in range(2):
+        world.now += 1.0
+        world.send(
+            agent,
+            Heartbeat(
+                running=2,
+                waiting=waiting[k],
+                kv_tokens=99,
+                tokens_generated=10 + 10 * k,
+                tokens_prefilled=prefilled[k],
+                tokens_per_s=1,
+            ),
+        )
+    world.play_out()
+    (worked,) = world.of_kind(InstanceWorked)
+    assert isinstance(worked, InstanceWorked)
+    assert [row.full for row in worked.work] == [full]
 
 
 def test_a_run_tells_work_and_answers_of_every_batch() -> None:

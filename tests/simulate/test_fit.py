@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,9 +17,10 @@ from penstock.errors import ConfigError
 from penstock.observe import events
 from penstock.observe.events import Event, Work
 from penstock.observe.log import EventLog
-from penstock.simulate.fit import fit_profile
+from penstock.simulate.fit import NEVER_FULL, fit_profile
 from penstock.simulate.least_squares import robust_fit
 from penstock.simulate.observed import gather
+from penstock.simulate.own_run import OFF, own_run
 from penstock.simulate.profiles import shipped
 
 TRUTH = (0.006, 2e-5, 3e-8, 2e-5)
@@ -125,6 +127,60 @@ def test_what_the_run_leaves_open_is_said() -> None:
         assert part in said
 
 
+def full(event: Event, most_context: int) -> Event:
+    """The same, and its first row says that memory was full."""
+    assert isinstance(event, events.InstanceWorked)
+    first = msgspec.structs.replace(event.work[0], full=True, most_context=most_context)
+    return msgspec.structs.replace(event, work=[first, *event.work[1:]])
+
+
+def test_a_memory_that_was_full_bounds_the_machine_unless_it_held_more_at_another_time() -> None:
+    rows = worked(random.Random(6), "a")
+    assert isinstance(rows, events.InstanceWorked)
+    most = max(row.most_context for row in rows.work)
+    assert fit_profile(gather(log_of(rows))).profile.spot.kv_tokens == NEVER_FULL
+    assert fit_profile(gather(log_of(full(rows, most)))).profile.spot.kv_tokens == most
+    doubtful = fit_profile(gather(log_of(full(rows, most // 2))))
+    assert doubtful.profile.spot.kv_tokens == NEVER_FULL
+    assert any("its memory is not known" in note for note in doubtful.notes)
+
+
+def test_a_fit_that_does_not_explain_its_rows_says_so() -> None:
+    rng = random.Random(7)
+    said = " ".join(fit_profile(gather(log_of(worked(rng, "a", 60, noise=0.3)))).notes)
+    assert "WARNING" in said
+    said = " ".join(fit_profile(gather(log_of(worked(rng, "a", 60, noise=0.03)))).notes)
+    assert "WARNING" not in said
+
+
+def run_log(step_s: float) -> list[Event]:
+    """Two machines that generate five steps of 32 answers, of which the second leaves within the third step."""
+    log = log_of(worked(random.Random(8), "a", 20), worked(random.Random(9), "b", 20))
+    rows = [event for event in log if not isinstance(event, events.StepFinished)]
+    rows += [changed("a", "ready", 90.0), changed("b", "ready", 95.0), changed("b", "gone", 100.0 + 2.5 * step_s)]
+    for step in range(5):
+        metrics = {"response_tokens": 8000.0, "samples": 32.0, "train_s": 9.6, "step_s": step_s, "trainer_wait_s": 3.0}
+        rows.append(events.StepFinished(ts=100.0 + step_s * (step + 1), step=step, metrics=metrics))
+    return rows
+
+
+def changed(name: str, after: str, ts: float) -> Event:
+    return events.InstanceChanged(ts=ts, instance=name, name=name, before="loading", after=after, cause="")
+
+
+def test_a_fit_is_checked_against_its_own_run() -> None:
+    seen = gather(run_log(14.0))
+    fitted = fit_profile(seen)
+    first = own_run(seen, fitted)
+    assert first is not None
+    # A run that took as long as is predicted is explained; one that took twice as long is not.
+    for times in (1, 2):
+        own = own_run(gather(run_log(times * first.predicted_s)), fitted)
+        assert own is not None
+        assert own.off == pytest.approx(1 / times - 1, abs=OFF / 2)
+        assert ("does not explain its run" in own.words) == (times == 2)
+
+
 @pytest.mark.parametrize(
     ("keep", "says"),
     [
@@ -171,3 +227,8 @@ def test_fit_writes_a_profile_that_simulates(tmp_path: Path, capsys: pytest.Capt
 def test_a_fit_that_makes_no_sense_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", *words]) != 0
     assert says in capsys.readouterr().err
+
+
+def test_a_log_that_names_no_machines_is_not_checked() -> None:
+    seen = gather(log_of(worked(random.Random(1), "a")))
+    assert own_run(seen, fit_profile(seen)) is None

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.bench.common import Result, at_most
+from penstock.bench.common import Result, at_most, skipped
 from penstock.bench.fidelity_run import KINDS, MAX_PENDING, Measured, Setting, run_setting, small_model
 from penstock.observe.log import read_events
 from penstock.rollout.balanced import Balanced
 from penstock.simulate.fit import Fitted, fit_profile
 from penstock.simulate.observed import gather
+from penstock.simulate.own_run import own_run
 from penstock.simulate.profiles import Lengths, Profile
 from penstock.simulate.strategy import FixedSize, Strategy
 from penstock.simulate.traces import Change, Trace
@@ -86,7 +87,7 @@ def run(quick: bool) -> list[Result]:
         small_model(folder / "model")
         seen = [_run(_smaller(setting) if quick else setting, seen_steps, folder) for setting in SEEN]
         fitted = _fit([measured.log for measured in seen])
-        results = [_residual(fitted)]
+        results = [_residual(fitted), *(_own(setting, measured, fitted) for setting, measured in zip(SEEN, seen))]
         ratios = []
         for setting in unseen:
             measured, predicted_s = _run(setting, steps, folder), predict(fitted, setting, steps)
@@ -174,6 +175,15 @@ def _trace(fitted: Fitted, setting: Setting) -> Trace:
     changes = [Change(0.0, node(name), True) for name in setting.machines]
     changes += [Change(at_s, node(name), comes) for at_s, name, comes in setting.script]
     return Trace(tuple(changes), math.inf)
+
+
+def _own(setting: Setting, measured: Measured, fitted: Fitted) -> Result:
+    """A fit that does not explain the runs that it was made from is not worth asking."""
+    what = f"fitted on, {setting.name}: |predicted / measured - 1|"
+    own = own_run(gather(read_events(measured.log)), fitted)
+    if own is None:
+        return skipped(what, "share", "its log names no machines")
+    return at_most(what, abs(own.off), TARGET, "share", own.words)
 
 
 def _residual(fitted: Fitted) -> Result:

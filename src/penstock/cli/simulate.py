@@ -94,12 +94,16 @@ def _fit(args: argparse.Namespace) -> int:
     from penstock.simulate.fit import fit_profile
     from penstock.simulate.fit_report import as_json, as_text, as_toml
     from penstock.simulate.observed import gather
+    from penstock.simulate.own_run import own_run
 
     if args.run is None:
         raise ConfigError("penstock simulate fit RUN: which run? give its folder or its events.jsonl")
     prices = _prices(args.prices)
     log = args.run / "events.jsonl" if args.run.is_dir() else args.run
-    fitted = fit_profile(gather(read_events(log)), prices)
+    seen = gather(read_events(log))
+    fitted = fit_profile(seen, prices)
+    own = own_run(seen, fitted)
+    fitted.notes.append(own.words if own is not None else "the log does not say which instances were there when")
     path = args.out or log.parent / "profile.toml"
     try:
         path.write_text(as_toml(fitted, f"{args.run}"), encoding="utf-8")

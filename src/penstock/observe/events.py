@@ -186,7 +186,7 @@ class Work(msgspec.Struct, kw_only=True, frozen=True):
     most_context: int
     """Largest sum of context seen."""
     full: bool = False
-    """Samples waited though places were free: its memory was full."""
+    """Samples waited though places were free, and none was let in between two heartbeats: its memory was full."""
 
 
 class InstanceWorked(_Event, tag="instance_worked"):

@@ -111,6 +111,8 @@ class Report:
     tokens: int
     prefilled: int
     pending: int = 0
+    full: bool = False
+    """Its memory was full: see `Work.full`."""
 
 
 class BalancePolicy(Protocol):

@@ -27,8 +27,10 @@ MOVES_S = 1.0
 class _Beat:
     at: float
     frame: Heartbeat
+    waits: bool = False
+    """Samples waited at it though it had places left."""
     full: bool = False
-    """Samples waited at it though it had places left, twice in a row: its memory is full."""
+    """The same twice in a row: its memory is taken to be full."""
 
 
 class Balancing:
@@ -50,10 +52,12 @@ class Balancing:
         """A heartbeat. Only time in which the instance had work at both ends counts as time that it worked."""
         before = self._beats.get(instance.id)
         waits = frame.waiting > 0 and 0 < frame.running < instance.max_running
-        self._beats[instance.id] = _Beat(now, frame, waits and before is not None and before.frame.waiting > 0)
+        full = waits and before is not None and before.frame.waiting > 0
+        self._beats[instance.id] = _Beat(now, frame, waits, full)
         if before is None or not frame.running or not before.frame.running:
             return
         tokens = frame.tokens_generated - before.frame.tokens_generated
+        prefilled = max(0, frame.tokens_prefilled - before.frame.tokens_prefilled)
         if now <= before.at or tokens <= 0:
             return
         report = Report(
@@ -62,8 +66,10 @@ class Balancing:
             running=(frame.running + before.frame.running) / 2,
             context_tokens=(frame.kv_tokens + before.frame.kv_tokens) / 2,
             tokens=tokens,
-            prefilled=max(0, frame.tokens_prefilled - before.frame.tokens_prefilled),
+            prefilled=prefilled,
             pending=self.pending(instance),
+            # One that waits for the next decode step would have been let in there.
+            full=waits and before.waits and not prefilled,
         )
         self.policy.report(report)
         self._log.worked(report, instance.name, instance.reserved, instance.max_running)

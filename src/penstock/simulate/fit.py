@@ -5,8 +5,8 @@
 is linear in the four unknowns and stays so when rows are summed up, which is what the log's rows are. Instances
 with other places, or whose speed differs by more than `LIKE`, become a kind of their own.
 
-Decides what is too little to be fitted (`ConfigError` names all that is missing), and what is said of numbers that the
-run leaves open. Refuses to know prices: no log has them.
+Decides what is too little to be fitted (`ConfigError` names all that is missing), what does not explain its own rows,
+and what is said of numbers that the run leaves open. Refuses to know prices: no log has them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ VARIETY = 1.5
 """Largest over smallest batch size below which what a step costs alone can't be told from what a sequence costs."""
 LIKE = 0.1
 """Instances whose speeds differ by less are of one kind: a tenth is what a run's noise can look like."""
+UNEXPLAINED = 0.1
+"""Median residual beyond which a fit does not explain its own rows."""
 NEVER_FULL = 1 << 40
 
 
@@ -141,6 +143,11 @@ def _alike(rows: Sequence[WorkRow]) -> list[list[WorkRow]]:
 
 def _machine(rows: Sequence[WorkRow], seen: Observed, notes: list[str], kind: str) -> tuple[MachineProfile, Solution]:
     solution = _solve(rows)
+    if solution.median_residual > UNEXPLAINED:
+        notes.append(
+            f"{kind}: WARNING: its rows are off by {solution.median_residual:.0%} in the middle, more than "
+            f"{UNEXPLAINED:.0%}: the run was disturbed, or its instances were not of one kind; don't rely on this fit"
+        )
     base, sequence, context, prefill = solution.values
     sizes = [row.work.tokens / row.work.steps for row in rows if row.work.steps > 0]
     if max(sizes) < VARIETY * min(sizes):
@@ -148,7 +155,6 @@ def _machine(rows: Sequence[WorkRow], seen: Observed, notes: list[str], kind: st
             f"{kind}: its batches were always about {statistics.median(sizes):.0f} sequences, so what a decode step "
             "costs alone is not told from what a sequence costs; predictions hold for such batches only"
         )
-    full = [row.work.most_context for row in rows if row.work.full]
     return (
         MachineProfile(
             step_base_s=max(base, 1e-9),
@@ -156,12 +162,24 @@ def _machine(rows: Sequence[WorkRow], seen: Observed, notes: list[str], kind: st
             context_s=context,
             prefill_s_per_token=prefill,
             max_running=max(row.max_running for row in rows),
-            kv_tokens=max(full) if full else NEVER_FULL,
+            kv_tokens=_memory(rows, notes, kind),
             link_gbit_s=_link_gbit_s(seen),
             boot_s=statistics.median(seen.starts_s) if seen.starts_s else 0.0,
         ),
         solution,
     )
+
+
+def _memory(rows: Sequence[WorkRow], notes: list[str], kind: str) -> int:
+    """Tokens of context that fit. An instance that held far more at another time was not full when it looked so."""
+    most = max(row.work.most_context for row in rows)
+    full = max((row.work.most_context for row in rows if row.work.full), default=0)
+    if not full:
+        return NEVER_FULL
+    if full < (1 - LIKE) * most:
+        notes.append(f"{kind}: seemed full at {full} tokens of context and held {most}: its memory is not known")
+        return NEVER_FULL
+    return most
 
 
 def _solve(rows: Sequence[WorkRow]) -> Solution:

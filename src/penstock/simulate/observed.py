@@ -46,6 +46,10 @@ class Observed:
     """From an engine's process to its joining."""
     reserved: set[str] = field(default_factory=set)
     remote: set[str] = field(default_factory=set)
+    changes: list[tuple[float, str, bool]] = field(default_factory=list)
+    """(time since 1970, instance's name, ready or gone)."""
+    step_ends: list[float] = field(default_factory=list)
+    """Time since 1970, of each in `steps`."""
 
 
 def gather(log: Iterable[Event]) -> Observed:
@@ -58,8 +62,9 @@ def gather(log: Iterable[Event]) -> Observed:
             case events.InstanceWorked(name=name, reserved=reserved, max_running=places, work=work):
                 (found.reserved if reserved else found.remote).add(name)
                 found.rows += [WorkRow(name, reserved, places, row) for row in work]
-            case events.StepFinished(metrics=metrics):
+            case events.StepFinished(ts=ts, metrics=metrics):
                 found.steps.append(metrics)
+                found.step_ends.append(ts)
             case events.AnswersEnded(batch=batch) if batch.startswith(TRAINING):
                 found.answers.append(event)
             case events.WeightsPublished(version=version, nbytes=nbytes):
@@ -70,4 +75,6 @@ def gather(log: Iterable[Event]) -> Observed:
                 started[name] = ts
             case events.InstanceChanged(ts=ts, name=name, after="joining") if name in started:
                 found.starts_s.append(max(0.0, ts - started.pop(name)))
+            case events.InstanceChanged(ts=ts, name=name, after="ready" | "gone" as after):
+                found.changes.append((ts, name, after == "ready"))
     return found
