@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -297,6 +298,24 @@ async def test_weights_that_the_engine_refuses_leave_the_old_version_serving(sto
             assert "does not fit" in (await session.next_of(LoadFailed)).cause
             await session.send(start_frame([1]))
             await session.wait_for(lambda _: len(session.finishes()) == 1)
+
+
+async def test_a_machine_whose_memory_is_full_says_so_and_the_old_version_serves(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(nbytes: int) -> memoryview:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    async with FakeManager() as manager, running(agent_of(manager)):
+        session = await manager.session()
+        await load(session, store)
+        monkeypatch.setattr("penstock.weights.memory.host_buffer", full)
+        await session.send(LoadWeights(version=1, source=store.address))
+        cause = (await session.next_of(LoadFailed)).cause
+        assert "memory to stage weight version 1" in cause
+        assert "Cannot allocate memory" in cause
+        await session.send(start_frame([1]))
+        await session.wait_for(lambda _: len(session.finishes()) == 1)
 
 
 async def test_an_engine_of_another_vocabulary_than_the_weights_is_not_ready_and_says_why(

@@ -207,13 +207,16 @@ class DelayProxy:
         except OSError:
             writer.close()
             return
-        ways = (
-            asyncio.create_task(self._pass(reader, up_writer, counts=False)),
-            asyncio.create_task(self._pass(up_reader, writer, counts=True)),
-        )
+        asking = asyncio.create_task(self._pass(reader, up_writer, counts=False))
+        answering = asyncio.create_task(self._pass(up_reader, writer, counts=True))
+        ways = (asking, answering)
         try:
             with contextlib.suppress(asyncio.CancelledError):  # The benchmark is over.
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                if not asking.done() and not writer.transport.is_closing():
+                    # What was counted arrives: a socket that is closed with requests unread throws away what it sends.
+                    writer.write_eof()
+                    await asyncio.wait((asking,))
         finally:
             for way in ways:
                 way.cancel()

@@ -48,7 +48,11 @@ log = logging.getLogger(__name__)
 
 
 class NoMemory(WeightError):
-    """There is no memory to stage a version in."""
+    """There is no memory for a version."""
+
+
+class NotInTime(WeightError):
+    """A version did not come whole before the pull's deadline; says how much came, and the last trouble."""
 
 
 async def pull(
@@ -75,8 +79,8 @@ async def pull(
     and learn from this one. What comes is passed on by `relay`, and kept in the folder `partial` until it is whole.
     `memory` gives the buffer that the version is staged in; `layout` is told to the store. Links are kept by
     `transport` for the next pull; one that is made here is closed at the end.
-    Raises WeightError, which names the cause: TokenRefused, OtherProtocol and NoSuchVersion at once, anything that may
-    pass at the deadline.
+    Raises WeightError, which names the cause: TokenRefused, OtherProtocol, NoSuchVersion and NoMemory at once,
+    NotInTime for anything that might have passed.
     """
     own = TcpTransport(token) if transport is None else None
     puller = _Pull(source, version, token, transport or own or TcpTransport(token), max_bytes)
@@ -86,11 +90,14 @@ async def pull(
         async with asyncio.timeout(deadline_s):
             return await puller.run(codec, base)
     except TimeoutError:
-        raise WeightError(
+        raise NotInTime(
             f"weight version {version} did not come from {source} within {deadline_s:g} s ({puller.progress()})"
         ) from None
-    except ExceptionGroup as group:
-        raise _first_cause(group) from group
+    except (MemoryError, ExceptionGroup) as error:
+        cause = _first_cause(error) if isinstance(error, ExceptionGroup) else error
+        if isinstance(cause, MemoryError):
+            raise NoMemory(f"memory ran out while weight version {version} came ({puller.progress()})") from error
+        raise cause from error
     finally:
         puller.forget()
         if own is not None:
