@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import re
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
@@ -25,9 +26,11 @@ __all__ = [
     "Score",
     "Unscored",
     "VersionSpan",
+    "conversation_of",
     "is_turn",
     "sample_seed",
     "turn_batch",
+    "turn_before",
 ]
 
 
@@ -154,6 +157,7 @@ def sample_seed(run_seed: int, sample: SampleId) -> int:
 
 
 TURN = ".turn-"
+_TURN = re.compile(r"((.+)\.(\d+)\.(\d+))\.turn-(\d+)")
 
 
 def turn_batch(sample: SampleId, turn: int) -> str:
@@ -164,3 +168,20 @@ def turn_batch(sample: SampleId, turn: int) -> str:
 def is_turn(batch: str) -> bool:
     """Whether a batch is a further turn of another one's sample."""
     return TURN in batch
+
+
+def conversation_of(batch: str) -> SampleId | None:
+    """Of a further turn's batch: the sample whose conversation it belongs to. None for any other batch."""
+    found = _TURN.fullmatch(batch)
+    return SampleId(found[2], int(found[3]), int(found[4])) if found is not None else None
+
+
+def turn_before(batch: str) -> SampleId | None:
+    """Of a further turn's batch: the sample that the turn before it is. None for any other batch."""
+    found = _TURN.fullmatch(batch)
+    if found is None:
+        return None
+    talk, first, prompt, replica, turn = found.groups()
+    if int(turn) == 1:
+        return SampleId(first, int(prompt), int(replica))
+    return SampleId(f"{talk}{TURN}{int(turn) - 1}", int(prompt), 0)

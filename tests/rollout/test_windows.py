@@ -15,6 +15,7 @@ from penstock.observe.events import WindowChanged
 from penstock.rollout.manager import TRAINER, Decisions, Manager, ManagerConfig
 from penstock.rollout.offload import Offload
 from penstock.rollout.windows import HAND_OVER_S, Turn
+from penstock.sample import SampleId, conversation_of, turn_batch
 from penstock.wire import AgentHello, HandedOver, HandOver, Heartbeat, TrainerTurn, TurnGranted
 
 
@@ -25,6 +26,7 @@ class TurnWorld(World):
         self.granted: list[TurnGranted] = []
         self.asked: list[SimulatedAgent] = []
         self._number = 0
+        self.answered: set[tuple[str, int, int]] = set()
         # Losses in a row are the tests' doing, and no fault of a sample's.
         super().__init__(ManagerConfig(max_pending_per_instance=2, max_strikes=1000))
         self.publish(0)
@@ -60,6 +62,17 @@ class TurnWorld(World):
             agent.sequences.clear()
             if agent.peer in self.agents:
                 self.send(agent, HandedOver())
+
+    def answer(self, turns: int) -> None:
+        """An environment answers what has come: each conversation of the step has so many further turns."""
+        for key in set(self.delivered) - self.answered:
+            self.answered.add(key)
+            batch = key[0]
+            talk = conversation_of(batch) or SampleId(*key)
+            number = int(batch.rpartition(".turn-")[2]) if batch != talk.batch else 0
+            if number < turns:
+                name = turn_batch(talk, number + 1)
+                self.trainer(submit(name, deadline_s=1e6, max_new_tokens=20))
 
     def told(self, what: str) -> list[WindowChanged]:
         return [event for event in self.events if isinstance(event, WindowChanged) and event.what == what]
@@ -125,6 +138,36 @@ def test_a_window_of_zero_never_opens_while_a_remote_instance_is_there() -> None
     assert (len(own.sequences), len(spot.sequences)) == (0, 6)
     world.say("wants", window_s=0.0)
     assert len(world.granted) == 1
+
+
+def test_a_step_of_conversations_is_generated_when_no_turn_is_open_and_its_answers_are_as_long_as_all_turns() -> None:
+    world = TurnWorld()
+    own = world.join_as("own", reserved=True)
+    world.say("begins", window_s=0.5)
+    world.trainer(submit(samples_per_prompt=2, max_new_tokens=20))
+    world.play_out()
+    world.answer(2)
+    world.say("wants", window_s=0.5)
+    world.play(own, 1)
+    assert (world.granted, world.turn) == ([], Turn.GENERATING), "the first turns alone have ended"
+    while len(world.done) < 5:
+        world.play_out()
+        world.hand_over()
+        world.answer(2)
+        # What is there was trained on; the next turn has the engines again.
+        world.say("waits", window_s=0.5)
+    world.say("wants", window_s=0.5)
+    world.hand_over()
+    assert world.granted
+    whole = [
+        sum(
+            len(got.token_ids)
+            for (batch, _, k), got in world.delivered.items()
+            if (conversation_of(batch) or SampleId(batch, 0, k)).replica == replica
+        )
+        for replica in range(2)
+    ]
+    assert world.manager.windows.measured_groups == [whole]
 
 
 def test_when_the_last_remote_instance_dies_while_the_trainer_trains_the_engines_go_on_once_it_runs_dry() -> None:
@@ -265,9 +308,9 @@ ACTIONS = st.sampled_from(["draw", "draw", "draw", "time", "join", "lose", "hand
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(ACTIONS, max_size=40), st.sampled_from([-1.0, 0.0, 0.3, 5.0]))
+@given(st.lists(ACTIONS, max_size=40), st.sampled_from([-1.0, 0.0, 0.3, 5.0]), st.sampled_from([0, 0, 1, 3]))
 def test_whatever_happens_a_step_ends_and_no_engine_runs_while_the_trainer_has_its_devices(
-    actions: Sequence[str], window_s: float
+    actions: Sequence[str], window_s: float, turns: int
 ) -> None:
     world = TurnWorld()
     owns = [world.join_as("own-0", reserved=True)]
@@ -300,6 +343,8 @@ def test_whatever_happens_a_step_ends_and_no_engine_runs_while_the_trainer_has_i
         elif action in ("wants", "waits"):
             world.say(action, window_s=window_s)
         check()
+        world.answer(turns)
+        check()
     # The trainer has trained on what there was, and waits for the rest: it comes, whoever is left.
     world.say("waits", window_s=window_s)
     for _ in range(200):
@@ -310,8 +355,13 @@ def test_whatever_happens_a_step_ends_and_no_engine_runs_while_the_trainer_has_i
                 world.send(agent, world_heartbeat())
                 world.play(agent, 2)
         check()
-        if "train-0" in world.done:
+        world.answer(turns)
+        check()
+        if len(world.done) == 1 + 12 * turns:
             break
+    assert len(world.done) == 1 + 12 * turns
+    assert not world.failed
+    assert not world.manager.tracker.open_turns
     assert world.done["train-0"].samples == 12
     assert world.done["train-0"].failed == 0
     before = len(world.granted)

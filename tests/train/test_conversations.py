@@ -127,6 +127,14 @@ def test_what_a_run_says_does_not_depend_on_who_is_first(make_run: MakeRun) -> N
     assert told(one) == told(other)
 
 
+def test_conversations_may_share_the_trainers_devices(make_run: MakeRun) -> None:
+    run = talking(make_run, Asks(), window=0.5)
+    run.trainer.run()
+    assert {sample.turns for sample in run.scorer.scored} == {1, 2, 3}
+    assert all("window_s" in metrics for metrics in run.metrics.values())
+    assert run.rollout.turns[-1] == ("train-1", "ended")
+
+
 def faulty(what: str) -> Callable[[Turn], Any]:
     def answer(turn: Turn) -> Any:
         match what:

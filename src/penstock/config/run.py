@@ -567,11 +567,6 @@ class RunConfig(_Section):
                 f'weights.codec = "{self.weights.codec}" is for the built-in engine: a server was seen to answer with '
                 "NaN once it had taken new weights so (docs/reshard.md)"
             )
-        if self.environment.path and self.rollout.window != "off":
-            raise ValueError(
-                'rollout.window must be "off" with environment.path: a window is planned by the samples of a step, '
-                "and knows nothing of further turns"
-            )
         if self.environment.max_turn_tokens > self.rollout.sampling.max_new_tokens:
             raise ValueError(
                 f"environment.max_turn_tokens={self.environment.max_turn_tokens} is over "

@@ -35,6 +35,10 @@ __all__ = [
 ]
 
 
+NEAR = 0.125
+"""Part of an instance's places by which turns of conversations may lift it over its share, to stay where they were."""
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceLoad:
     """One instance that may take work."""
@@ -63,6 +67,8 @@ class Queue:
     moved: int = 0
     coming: int = 0
     """Instances that are loading the batch's weights, or are about to take part for another reason."""
+    near: int = -1
+    """Index of the instance that said a lone sample's last turn, and may have all of it in its cache; -1: none."""
 
     @property
     def waiting(self) -> int:
@@ -158,6 +164,8 @@ class ShortestQueue:
 
     Which instance gets how many is decided by queues alone; which samples those are, by prompt: replicas of one prompt
     go to one instance as far as the numbers leave room for it, so that its prefill is shared and balance costs nothing.
+    A further turn of a conversation stays where the last one was said, while that instance has a place free and is
+    nearly level with the others.
     """
 
     max_pending: int
@@ -168,6 +176,8 @@ class ShortestQueue:
             raise ValueError(f"max_pending is {self.max_pending}; it must be 0 or more")
 
     def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
+        if queue.near >= 0 and queue.waiting == 1 and self._level(queue.near, loads):
+            return [queue.near]
         picks = self._spread(queue, loads)
         if not self.affinity or queue.samples_per_prompt == 1 or len(picks) - queue.moved < 2:
             return picks
@@ -207,6 +217,15 @@ class ShortestQueue:
     def fresh_room(self, load: InstanceLoad) -> int:
         """The same for samples that nothing was spent on yet; at most `room`."""
         return self.room(load)
+
+    def _level(self, index: int, loads: Sequence[InstanceLoad]) -> bool:
+        """Whether one more on an instance starts at once, and leaves it within `NEAR` of its share of all there is."""
+        load = loads[index]
+        if load.pending or load.samples >= min(load.max_running, self.fresh_room(load)):
+            return False
+        total = sum(self.weight(other) for other in loads)
+        share = (1 + sum(other.samples for other in loads)) * self.weight(load) / total
+        return load.samples + 1 <= share + max(1.0, NEAR * load.max_running)
 
     def _spread(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
         moved, fresh = queue.moved, queue.fresh

@@ -95,10 +95,11 @@ class Balancing:
 
     # ---- shown
 
-    def assign(self, batch: Batch, loads: Sequence[InstanceLoad], coming: int = 0) -> list[int]:
+    def assign(self, batch: Batch, loads: Sequence[InstanceLoad], coming: int = 0, near: str = "") -> list[int]:
         """The policy's picks for a batch's waiting samples, which it may put in another order first.
 
-        `coming`: instances that will take part and are not among `loads` yet.
+        `coming`: instances that will take part and are not among `loads` yet. `near`: the one that has what a lone
+        sample's prompt begins with.
         """
         if len(batch.moved) > 1:
             rows = list(batch.moved)
@@ -109,6 +110,7 @@ class Balancing:
             samples_per_prompt=batch.samples_per_prompt,
             moved=len(batch.moved),
             coming=coming,
+            near=next((k for k, load in enumerate(loads) if load.instance == near), -1) if near else -1,
         )
         return self.policy.assign(queue, loads)
 

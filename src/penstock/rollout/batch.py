@@ -269,6 +269,12 @@ class Batch:
             raise IndexError(f"batch {self.name!r} has {self.samples} samples and no number {index}")
         return TrackedSample(self, *divmod(index, self.samples_per_prompt))
 
+    def ended_sample(self, prompt: int, replica: int) -> TrackedSample | None:
+        """A sample that has ended, by its prompt's index in the data; None where it has not, or is not here."""
+        if prompt not in self.prompt_indices or replica >= self.samples_per_prompt:
+            return None
+        return self.held.get(self.prompt_indices.index(prompt) * self.samples_per_prompt + replica)
+
     def taken(self, frame: SubmitBatch) -> set[int]:
         """Indices of the samples that a submission says its trainer has. Raises WireError for one of another batch."""
         if not frame.taken_prompts and not frame.taken_replicas:

@@ -7,6 +7,8 @@ Refuses to know sockets, and what makes it be asked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.observe.events import SamplesMoved
 from penstock.rollout.balance import InstanceLoad
 from penstock.rollout.balancing import Balancing
@@ -18,6 +20,7 @@ from penstock.rollout.starts import start_frames
 from penstock.rollout.tracker import Tracker
 from penstock.rollout.versions import Versions
 from penstock.rollout.windows import Windows
+from penstock.sample import turn_before
 
 __all__ = ["Dispatching"]
 
@@ -25,7 +28,10 @@ _Rows = dict[str, list[TrackedSample]]
 
 
 class Dispatching:
-    """`most_pending`: samples that an instance is sent beyond what it runs at once, where one is to be tried there."""
+    """`most_pending`: samples that an instance is sent beyond what it runs at once, where one is to be tried there.
+
+    `batch`: one by its name, open or ended and not released.
+    """
 
     def __init__(
         self,
@@ -35,6 +41,7 @@ class Dispatching:
         balancing: Balancing,
         windows: Windows,
         outbox: Outbox,
+        batch: Callable[[str], Batch | None],
         *,
         most_pending: int,
     ) -> None:
@@ -44,6 +51,7 @@ class Dispatching:
         self._balancing = balancing
         self._windows = windows
         self._out = outbox
+        self._batch = batch
         self._most_pending = most_pending
 
     def give(self) -> None:
@@ -61,7 +69,7 @@ class Dispatching:
                 continue
             self._try_suspects(batch, rows)
             loads = self._loads(batch)
-            picks = self._balancing.assign(batch, loads, self._coming(batch))
+            picks = self._balancing.assign(batch, loads, self._coming(batch), self._near(batch) if lone else "")
             for pick in picks:
                 self._place(batch, loads[pick].instance, rows)
             if lone and not picks:
@@ -129,6 +137,13 @@ class Dispatching:
             instance.state is State.LOADING and instance.target == batch.version and not instance.load_tries
             for instance in self._fleet
         )
+
+    def _near(self, batch: Batch) -> str:
+        """The instance that said the turn before a batch of one; empty where that is not known, or there was none."""
+        before = turn_before(batch.name)
+        said = self._batch(before.batch) if before is not None else None
+        sample = said.ended_sample(before.prompt, before.replica) if said is not None and before is not None else None
+        return sample.instance if sample is not None else ""
 
     def _loads(self, batch: Batch) -> list[InstanceLoad]:
         """Instances that hold the batch's version and have the context that any of its samples may come to need."""

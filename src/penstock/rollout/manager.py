@@ -134,6 +134,7 @@ class Manager:
         )
         self.dispatching = Dispatching(
             *(self.tracker, self.fleet, self.versions, self.balancing, self.windows, self._out),
+            self.trainer.batch,
             most_pending=config.max_pending_per_instance,
         )
         self.accepted: Counter[str] = Counter()

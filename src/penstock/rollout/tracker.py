@@ -49,7 +49,7 @@ from dataclasses import dataclass, field
 from penstock.errors import RolloutError
 from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.rows import bad_rows, checked_columns, row_fault
-from penstock.sample import Finish
+from penstock.sample import Finish, conversation_of
 from penstock.wire import MAX_FRAME_BYTES, SubmitBatch, TokenFrame
 
 __all__ = ["EPOCH_SHIFT", "Applied", "Claimed", "Evicted", "Tracker"]
@@ -127,6 +127,8 @@ class Tracker:
         self._strikes_of: dict[str, list[TrackedSample]] = {}
         """Who was struck for what an instance did, the last instance last."""
         self._last_lease = 0
+        self.open_turns: Counter[str] = Counter()
+        """Open batches that are further turns of conversations, by the batch that those are of."""
         self.tokens_accepted = 0
         self.samples_finished = 0
         self.samples_failed = 0
@@ -138,7 +140,7 @@ class Tracker:
         if frame.batch in self._batches:
             raise RolloutError(f"batch {frame.batch!r} is already open; give each batch a name of its own")
         batch = Batch.parse(frame, now, max_frame_bytes)
-        self._batches[batch.name] = batch
+        self.take_up(batch)
         return batch
 
     def batch(self, name: str) -> Batch | None:
@@ -154,6 +156,10 @@ class Tracker:
         What it made of progress counts for the batches behind it, which had to wait for it.
         """
         removed = self._batches.pop(name)
+        if (talk := conversation_of(name)) is not None:
+            self.open_turns[talk.batch] -= 1
+            if not self.open_turns[talk.batch]:
+                del self.open_turns[talk.batch]
         for batch in self._batches.values():
             if batch.submitted_at >= removed.submitted_at:
                 batch.progress_at = max(batch.progress_at, removed.progress_at)
@@ -173,8 +179,10 @@ class Tracker:
         self._last_lease = epoch << EPOCH_SHIFT
 
     def take_up(self, batch: Batch) -> None:
-        """An open batch of a manager that is no more, or one that has ended and is wanted again; nothing is placed."""
+        """An open batch: a new one, of a manager that is no more, or ended and wanted again; nothing is placed."""
         self._batches[batch.name] = batch
+        if (talk := conversation_of(batch.name)) is not None:
+            self.open_turns[talk.batch] += 1
 
     def unfinished_of(self, batch: Batch) -> Iterator[TrackedSample]:
         """Samples of a batch that were placed at some time and have not ended."""

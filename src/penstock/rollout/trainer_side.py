@@ -165,6 +165,10 @@ class TrainerSide:
             self._versions.forget("the trainer is gone, and its weights with it", now)
             self._rearrange()
 
+    def batch(self, name: str) -> Batch | None:
+        """An open or held one."""
+        return self._tracker.batch(name) or self.held.get(name)
+
     def unclaimed(self, batch: Batch) -> bool:
         """Its trainer is away, so that its deadline does not run."""
         return batch.name in self._unclaimed

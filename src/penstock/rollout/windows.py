@@ -14,14 +14,16 @@ left to train on; an engine that does not hand over within `HAND_OVER_S` loses i
 
 How long a window is, is the policy's (`offload`); this module shows it what was measured, and does what it says. A plan
 is made bit by bit (`think`), since whoever drives this has frames to answer meanwhile; until it is there, the last one
-for as many machines holds. It refuses to know the trainer's groups and the engines' devices. While nobody asks for
-windows, reserved engines are instances like any other.
+for as many machines holds. Further turns of conversations are part of the step that they belong to. It refuses to know
+the trainer's groups and the engines' devices. While nobody asks for windows, reserved engines are instances like any
+other.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -29,13 +31,14 @@ from penstock.errors import WireError
 from penstock.observe.events import WindowChanged
 from penstock.rollout.balance import BalancePolicy, InstanceLoad
 from penstock.rollout.balanced import Balanced
-from penstock.rollout.batch import Batch
+from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.fleet import Fleet, Instance, State
 from penstock.rollout.offload import Facts, FixedWindow, Offload, Window, WindowView
 from penstock.rollout.outbox import TRAINER, Outbox
 from penstock.rollout.plan import Engine, Plan, Training
 from penstock.rollout.step_times import StepAccount
 from penstock.rollout.tracker import Tracker
+from penstock.sample import conversation_of
 from penstock.wire import HandOver, TrainerTurn, TurnGranted
 
 __all__ = ["HAND_OVER_S", "Turn", "Windows"]
@@ -67,7 +70,12 @@ class _Step:
     micro_batch_samples: int = 1
     submitted: bool = False
     generated: bool = False
-    """All its samples have ended."""
+    """All its samples have ended, those of conversations with their first turns."""
+    samples: int = 0
+    places: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """Row and place among the measured groups of each sample, by prompt index and replica."""
+    further: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Tokens of further turns that ended before those places were known."""
     trained: bool = False
     ended: bool = False
     planned_for: frozenset[str] | None = None
@@ -149,6 +157,11 @@ class Windows:
     def excuses(self) -> bool:
         """Nobody may generate just now but those who have no turn, so that no batch can be late for it."""
         return self.turn in (Turn.HANDING_OVER, Turn.TRAINING) and not any(self._remote())
+
+    @property
+    def measured_groups(self) -> list[list[int]]:
+        """Tokens of the last step's answers, by prompt; what plans are made from."""
+        return self._measured.groups
 
     def words(self, now: float) -> str:
         """For people: whose turn it is, since when the step runs, and why. Empty where nobody takes turns."""
@@ -233,16 +246,43 @@ class Windows:
     def batch_ended(self, batch: Batch) -> None:
         """All samples of a batch have ended; it still has them."""
         step = self._step
-        if step is None or batch.name != step.batch:
+        if step is None:
             return
-        step.generated = True
-        rows: dict[int, list[int]] = {}
+        if batch.name != step.batch:
+            self._turn_ended(step, batch)
+            return
+        step.generated, step.samples = True, batch.samples
+        rows: dict[int, list[TrackedSample]] = {}
         for sample in batch.held.values():
             if not sample.cause:
-                rows.setdefault(sample.prompt, []).append(sample.length)
+                rows.setdefault(sample.prompt, []).append(sample)
         if rows:
-            self._measured.groups = [rows[prompt] for prompt in sorted(rows)]
+            groups = [rows[prompt] for prompt in sorted(rows)]
+            self._measured.groups = [[sample.length for sample in group] for group in groups]
             self._measured.prompt_tokens = batch.prompt_offsets[-1] / len(batch.prompt_indices)
+            step.places = {
+                (sample.id.prompt, sample.replica): (row, place)
+                for row, group in enumerate(groups)
+                for place, sample in enumerate(group)
+            }
+            for talk, tokens in step.further.items():
+                self._lengthen(step, talk, tokens)
+
+    def _turn_ended(self, step: _Step, batch: Batch) -> None:
+        """A further turn of one of the step's conversations: its answer is longer by that."""
+        talk = conversation_of(batch.name)
+        if talk is None or talk.batch != step.batch:
+            return
+        tokens = sum(sample.length for sample in batch.held.values() if not sample.cause)
+        if step.generated:
+            self._lengthen(step, (talk.prompt, talk.replica), tokens)
+        else:
+            step.further[talk.prompt, talk.replica] += tokens
+
+    def _lengthen(self, step: _Step, talk: tuple[int, int], tokens: int) -> None:
+        if talk in step.places:
+            row, place = step.places[talk]
+            self._measured.groups[row][place] += tokens
 
     def look(self) -> None:
         """Decides, with the time and whenever something has changed."""
@@ -302,7 +342,7 @@ class Windows:
     def _why_generate(self, step: _Step) -> str:
         """Why free devices should generate; empty where they should not."""
         alone = not any(self._remote())
-        if step.trained or step.generated:
+        if step.trained or self._generated(step):
             # The trainer is about to want the devices again, unless it has trained on everything.
             evaluating = any(batch.waiting for batch in self._tracker.batches() if batch.name != step.batch)
             return "the step is generated, and an evaluation is not" if evaluating and (step.trained or alone) else ""
@@ -311,10 +351,15 @@ class Windows:
         return ""
 
     def _why_stop(self, step: _Step) -> str:
-        if step.generated or step.trained:
+        if self._generated(step) or step.trained:
             return "everything is generated" if self._wants else ""
         answer = self._review(step)
         return "" if answer.generate else answer.cause
+
+    def _generated(self, step: _Step) -> bool:
+        """All samples have ended. Of conversations no turn is open; between two turns that looks the same as the end,
+        and the engines come back for the next one if nobody else can have it."""
+        return step.generated and not self._tracker.open_turns[step.batch]
 
     def _open(self, step: _Step, cause: str) -> None:
         self.turn = Turn.GENERATING
@@ -388,6 +433,9 @@ class Windows:
         self._plan_for(step, fleet)
         batch = self._tracker.batch(step.batch)
         finished = (batch.finished + batch.failed) / batch.samples if batch is not None else float(step.submitted)
+        step.samples = batch.samples if batch is not None else step.samples
+        # A conversation of which a turn is open has ended its first one.
+        finished = max(0.0, finished - self._tracker.open_turns[step.batch] / max(1, step.samples))
         elapsed_s = self._out.now - step.account.began_s
         reserved = sum(1 for _ in self._reserved())
         answer = self.policy.review(WindowView(elapsed_s, len(fleet), finished, reserved))
@@ -424,7 +472,8 @@ class Windows:
         if remote is None or reserved is None:
             return None
         training = Training(measured.token_s, step.micro_batch_samples, measured.switch_s, measured.rest_s)
-        return Facts(measured.groups, measured.prompt_tokens, remote, reserved, training)
+        # A copy: turns that end while a plan is made would change it under way.
+        return Facts([list(group) for group in measured.groups], measured.prompt_tokens, remote, reserved, training)
 
     def _engines(self, balance: Balanced, instances: list[Instance]) -> list[Engine] | None:
         found = []
