@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock import cli
 from penstock.config.toml import write_toml
 from penstock.simulate.profiles import shipped, shipped_names
+from penstock.simulate.world import simulate
 
 
 @pytest.fixture
@@ -99,19 +101,89 @@ def test_the_picture_is_drawn(small: str, tmp_path: Path) -> None:
     ("words", "says"),
     [
         (["--steps", "1"], "--trace FILE, or --machines N"),
-        (["--machines", "1", "--sample", "2"], "--sample is 2.0"),
+        (["--trace", "gone.csv", "--sample", "2"], "--sample is 2.0"),
+        (["--machines", "1", "--sample", "0.5"], "give --trace FILE"),
+        (["--machines", "1", "--prices", "1,2,3"], "--prices is for"),
+        (["--machines", "1", "--out", "x.toml"], "--out is for"),
+        (["--machines", "1", "--picture", "gone/run.png"], "there is no folder gone"),
+        (["--machines", "1", "--picture", "run.txt"], "ends in .png"),
+        (["--grid", "machines=-1,2"], "-1 is no number of machines"),
+        (["--grid", "machines=1.5"], "1.5 is no number of machines"),
         (["--machines", "1", "--strategies", "best"], "no strategy 'best'"),
         (["--machines", "1", "--strategies", "no.such:Policy"], "no balance policy at 'no.such:Policy'"),
         (["--machines", "1", "--grid", "prices.spot"], "write key=number"),
         (["--machines", "1", "--grid", "prices.gold=1"], "no such number"),
         (["--machines", "1", "--grid", "prices.spot=-1"], "prices.spot"),
-        (["--machines", "1", "--hours", "0.01", "--strategies", "colocated"], "no step ended"),
+        (["--machines", "1", "--hours", "0.01", "--strategies", "colocated"], "no step ended within --hours 0.01; its"),
         (["--trace", "gone.csv"], "gone.csv"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "qwen3-8b", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is empty"),
+        ("1000,add,a\nbroken\n", ":2: 'broken' is no line"),
+        ("-5,add,a\n", "a time from 0 on"),
+        ("5,add,\n", "a time from 0 on and a name"),
+        ("2026-11-22, 10:00:00, -1\n", ":1:"),
+        ('{"metadata": {"gap_seconds": -5}, "data": [1, 2]}', "gap_seconds -5"),
+        ('{"metadata": {"gap_seconds": 1e999}, "data": [1, 2]}', "gap_seconds inf"),
+        ('{"metadata": {"gap_seconds": 600}, "data": []}', "has 0"),
+        ('{"metadata": {"gap_seconds": 600}, "data": [1, -2]}', "least -2"),
+    ],
+)
+def test_a_broken_trace_is_refused_by_its_line(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace"
+    path.write_text(text)
+    assert cli.main(["simulate", "qwen3-8b", "--trace", str(path)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_stop_shows_what_was_simulated(
+    small: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = []
+
+    def until_stopped(*args: Any, **kwargs: Any) -> Any:
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(simulate(*args, **kwargs))
+        return done[-1]
+
+    words = ["--steps", "2", "--grid", "machines=1,2", "--strategies", "colocated,penstock"]
+    monkeypatch.setattr("penstock.simulate.world.simulate", until_stopped)
+    assert cli.main(["simulate", small, *words]) == 130
+    said = capsys.readouterr()
+    assert [line.split()[:2] for line in said.out.splitlines()[1:]] == [
+        ["machines=1", "colocated"],
+        ["machines=1", "penstock"],
+        ["machines=2", "colocated"],
+    ]
+    assert "stopped" in said.err
+
+
+def test_without_prices_there_is_no_cost(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    free = [f"--grid=prices.{name}=0" for name in ("reserved", "spot", "on_demand")]
+    assert cli.main(["simulate", small, "--machines", "1", "--steps", "2", *free]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert rows
+    assert all(" - " in row for row in rows)
+
+
+def test_a_trace_that_is_shorter_than_what_is_asked_is_told(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("0,add,a\n60000,add,b\n")
+    assert cli.main(["simulate", small, "--trace", str(path), "--hours", "0.2", "--strategies", "penstock"]) == 0
+    assert "the trace ends after 0.017 hours" in capsys.readouterr().err
 
 
 def test_a_profile_with_a_wrong_key_is_refused_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,37 +57,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from penstock.simulate.grid import MACHINES, combinations, with_values
-    from penstock.simulate.profiles import shipped
-    from penstock.simulate.report import as_json, table
-
     if args.profile == "fit":
         return _fit(args)
     if args.run is not None:
         raise ConfigError(f"{args.run}: one profile at a time; `penstock simulate fit RUN` makes one from a run")
     _check(args)
-    base = shipped(args.profile)
-    rows: list[Row] = []
-    outcomes: list[Outcome] = []
-    for values in combinations(args.grid):
-        profile = with_values(base, values)
-        machines = int(values[MACHINES]) if MACHINES in values else args.machines
-        trace = _trace(args, machines)
-        setting = ", ".join(f"{key}={value:g}" for key, value in values.items()) or profile.name
-        made = _compare(args, profile, trace, machines, setting)
-        rows += [row for row, _ in made]
-        outcomes += [outcome for _, outcome in made]
-        last = profile, trace, [outcome for _, outcome in made]
-    if args.json:
-        print(json.dumps(as_json(rows, outcomes), allow_nan=False))
-    else:
-        print(table(rows))
+    found: list[_Compared] = []
+    try:
+        _compare_all(args, found)
+    except KeyboardInterrupt:
+        # What is done took minutes, and nothing of it is wrong.
+        if any(compared.rows for compared in found):
+            _print(args, found)
+        print("stopped; what was not simulated to its end is left out", file=sys.stderr)
+        raise
+    _print(args, found)
     if args.picture:
         from penstock.simulate.picture import draw_run
 
-        profile, trace, shown = last
-        draw_run(args.picture, shown, profile, trace)
+        draw_run(args.picture, found[-1].outcomes, found[-1].profile, found[-1].trace)
     return 0
+
+
+@dataclass
+class _Compared:
+    """Strategies on one setting, as far as they are simulated."""
+
+    profile: Profile
+    trace: Trace
+    rows: list[Row] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+
+def _compare_all(args: argparse.Namespace, found: list[_Compared]) -> None:
+    """Fills `found`, one setting after the other. What can't be simulated is said before the first is."""
+    from penstock.simulate.baselines import make_strategy
+    from penstock.simulate.grid import MACHINES, combinations, with_values
+    from penstock.simulate.profiles import shipped
+
+    base = shipped(args.profile)
+    settings = [(values, with_values(base, values)) for values in combinations(args.grid)]
+    for name in args.strategies.split(","):
+        make_strategy(name.strip(), base)
+    for number, (values, profile) in enumerate(settings, 1):
+        machines = int(values[MACHINES]) if MACHINES in values else args.machines
+        trace = _trace(args, machines)
+        words = ", ".join(f"{key}={value:g}" for key, value in values.items()) or profile.name
+        if len(settings) > 1 and sys.stderr.isatty():
+            print(f"{number} of {len(settings)}: {words}", file=sys.stderr)
+        found.append(_Compared(profile, trace))
+        _compare(args, found[-1], machines, words)
+
+
+def _print(args: argparse.Namespace, found: list[_Compared]) -> None:
+    from penstock.simulate.report import as_json, table
+
+    rows = [row for compared in found for row in compared.rows]
+    outcomes = [outcome for compared in found for outcome in compared.outcomes]
+    print(json.dumps(as_json(rows, outcomes), allow_nan=False) if args.json else table(rows))
 
 
 def _fit(args: argparse.Namespace) -> int:
@@ -130,6 +159,11 @@ def _prices(words: str | None) -> Prices | None:
 def _check(args: argparse.Namespace) -> None:
     if args.trace is None and args.machines is None and not any(word.startswith("machines=") for word in args.grid):
         raise ConfigError("which machines are there? give --trace FILE, or --machines N for N all the time")
+    for name, is_given in (("--prices", args.prices is not None), ("--out", args.out is not None)):
+        if is_given:
+            raise ConfigError(f"{name} is for `penstock simulate fit RUN`; prices of a profile are in its file")
+    if args.trace is None and (args.sample != 1.0 or args.start_h != 0.0):
+        raise ConfigError("--sample and --start-h are of a trace, and there is none; give --trace FILE")
     for name, value, low, high in (
         ("--sample", args.sample, 0.0, 1.0),
         ("--hours", args.hours, 0.01, 10_000.0),
@@ -139,6 +173,10 @@ def _check(args: argparse.Namespace) -> None:
     ):
         if not low <= value <= high:
             raise ConfigError(f"{name} is {value}; it must be between {low:g} and {high:g}")
+    if args.picture is not None:
+        from penstock.simulate.picture import check_picture
+
+        check_picture(args.picture)
 
 
 def _trace(args: argparse.Namespace, machines: int | None) -> Trace:
@@ -150,25 +188,31 @@ def _trace(args: argparse.Namespace, machines: int | None) -> Trace:
     start_s = 3600 * args.start_h
     if start_s >= trace.duration_s:
         raise ConfigError(f"--start-h {args.start_h:g}: the trace ends after {trace.duration_s / 3600:.1f} hours")
+    if not args.steps and start_s + 3600 * args.hours > 1.01 * trace.duration_s:
+        left_h = (trace.duration_s - start_s) / 3600
+        print(f"note: the trace ends after {left_h:.2g} hours; its last machines then stay", file=sys.stderr)
     return trace.window(start_s, trace.duration_s if args.steps else 3600 * args.hours)
 
 
-def _compare(
-    args: argparse.Namespace, profile: Profile, trace: Trace, machines: int | None, setting: str
-) -> list[tuple[Row, Outcome]]:
+def _compare(args: argparse.Namespace, found: _Compared, machines: int | None, setting: str) -> None:
     from penstock.simulate.baselines import make_strategy
     from penstock.simulate.report import row_of
     from penstock.simulate.world import simulate
 
-    found = []
+    profile, trace = found.profile, found.trace
+    fixed = machines if args.trace is None else None
+    ceiling = 32 if machines is None else machines
+    limit = {"steps": args.steps} if args.steps else {"duration_s": 3600 * args.hours}
     for name in args.strategies.split(","):
-        fixed = machines if args.trace is None else None
-        ceiling = 32 if machines is None else machines
         strategy = make_strategy(name.strip(), profile, machines=fixed, ceiling=ceiling)
-        limit = {"steps": args.steps} if args.steps else {"duration_s": 3600 * args.hours}
         outcome = simulate(profile, trace, strategy, seed=args.seed, **limit)
-        try:
-            found.append((row_of(outcome, profile, setting, strategy.spot), outcome))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    return found
+        if not outcome.steps:
+            # A strategy is of one run: it has learned.
+            strategy = make_strategy(name.strip(), profile, machines=fixed, ceiling=ceiling)
+            first = simulate(profile, trace, strategy, seed=args.seed, steps=1)
+            raise ConfigError(
+                f"{strategy.name} on {setting}: no step ended within --hours {args.hours:g}; its first one takes "
+                f"{first.wall_s / 3600:.2g} hours"
+            )
+        found.rows.append(row_of(outcome, profile, setting, strategy.spot))
+        found.outcomes.append(outcome)

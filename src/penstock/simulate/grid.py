@@ -7,7 +7,7 @@ number of remote instances and is not part of the profile. Decides nothing but w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,9 +18,10 @@ from penstock.simulate.profiles import Profile
 __all__ = ["MACHINES", "combinations", "with_values"]
 
 MACHINES = "machines"
+MOST_MACHINES = 100_000
 
 
-def combinations(words: Sequence[str]) -> Iterator[dict[str, float]]:
+def combinations(words: Sequence[str]) -> list[dict[str, float]]:
     """Every combination of `key=a,b,c` words. Raises ConfigError for a word that is none."""
     axes: list[list[tuple[str, float]]] = []
     for word in words:
@@ -31,8 +32,10 @@ def combinations(words: Sequence[str]) -> Iterator[dict[str, float]]:
             equals = ""
         if not equals or not key:
             raise ConfigError(f"--grid {word!r}: write key=number,number,... e.g. prices.spot=3,5.32")
-    for picked in itertools.product(*axes):
-        yield dict(picked)
+        for _, value in axes[-1] if key == MACHINES else ():
+            if not (0 <= value <= MOST_MACHINES) or value != int(value):
+                raise ConfigError(f"--grid {word!r}: {value:g} is no number of machines from 0 to {MOST_MACHINES}")
+    return [dict(picked) for picked in itertools.product(*axes)]
 
 
 def with_values(profile: Profile, values: dict[str, float]) -> Profile:

@@ -10,28 +10,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import MissingExtra, StorageError
+from penstock.errors import ConfigError, MissingExtra, StorageError
 from penstock.simulate.outcome import Outcome, StepOutcome
 from penstock.simulate.profiles import Profile
 from penstock.simulate.traces import Trace
 
-__all__ = ["draw_run"]
+__all__ = ["check_picture", "draw_run"]
 
 BLUE, GREEN, ORANGE, GREY, INK = "#2a6f97", "#2d936c", "#e09f3e", "#8d99ae", "#333333"
 COLOURS = (GREY, ORANGE, "#c1292e", BLUE, GREEN)
 MOST_LANES = 24
 
 
+def check_picture(path: Path) -> None:
+    """To be asked before minutes are spent: raises ConfigError where no picture can be drawn there."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "train", "the picture of a simulation") from error
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in known:
+        raise ConfigError(f"--picture {path}: a picture's name ends in .png, .svg or .pdf")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--picture {path}: there is no folder {path.parent}")
+
+
 def draw_run(path: Path, outcomes: Sequence[Outcome], profile: Profile, trace: Trace, step: int | None = None) -> None:
-    """Writes a PNG: the last outcome's step (by default the middle one), and all outcomes over time.
+    """Writes a picture: the last outcome's step (by default the middle one), and all outcomes over time.
 
     Raises MissingExtra without matplotlib, StorageError where the file can't be written, ValueError without a step.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("matplotlib", "train", "the picture of a simulation") from error
+    check_picture(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     shown = outcomes[-1]
     if not shown.steps:
         raise ValueError(f"{shown.strategy}: no step ended; there is nothing to draw")

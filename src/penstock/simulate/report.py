@@ -85,8 +85,9 @@ def table(rows: Sequence[Row]) -> str:
                 f"{row.step_s:,.0f} s",
                 f"{row.tokens_per_s:,.0f}",
                 f"{row.tokens_per_s / first.tokens_per_s:.2f}",
-                f"{row.tokens_per_dollar / 1e6:.3f}",
-                f"{row.tokens_per_dollar / first.tokens_per_dollar:.2f}",
+                # Without prices nothing costs anything.
+                f"{row.tokens_per_dollar / 1e6:.3f}" if row.dollars else "-",
+                f"{row.tokens_per_dollar / first.tokens_per_dollar:.2f}" if row.dollars and first.dollars else "-",
                 f"{row.mean_fleet:.1f}",
                 f"{row.trainer_wait_share:.1%}",
                 f"{row.regret:+.1%}",

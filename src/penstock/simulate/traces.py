@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from pathlib import Path
 from penstock.errors import ConfigError
 
 __all__ = ["Change", "Trace", "read_trace", "static_trace"]
+
+FORMS = "a trace has lines of `milliseconds,add|remove,node` or `date, time, count`, or is SkyPilot's JSON"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +119,11 @@ def read_trace(path: Path, seed: int = 0) -> Trace:
     if text.lstrip().startswith("{"):
         return _skypilot(path, text, seed)
     rows = [(number, line.split(",")) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if not rows or any(len(cells) != 3 for _, cells in rows):
-        raise ConfigError(f"{path}: no trace: lines of `ms,add|remove,node` or `date, time, count`, or SkyPilot's JSON")
+    if not rows:
+        raise ConfigError(f"{path}: is empty; {FORMS}")
+    for number, cells in rows:
+        if len(cells) != 3:
+            raise ConfigError(f"{path}:{number}: {','.join(cells)[:60]!r} is no line of a trace; {FORMS}")
     if rows[0][1][1].strip() in ("add", "remove"):
         return _bamboo(path, rows)
     return _counted(path, rows, seed)
@@ -153,6 +159,8 @@ def _bamboo(path: Path, rows: list[tuple[int, list[str]]]) -> Trace:
             at_s = int(at_ms) / 1000
         except ValueError:
             raise ConfigError(f"{path}:{number}: {at_ms!r} is no time in milliseconds") from None
+        if at_s < 0 or not node:
+            raise ConfigError(f"{path}:{number}: {at_ms.strip()!r}, {node!r}: a time from 0 on and a name are needed")
         if what not in ("add", "remove") or (what == "add") == (node in there):
             raise ConfigError(f"{path}:{number}: {what!r} of {node!r}, which is {'' if node in there else 'not '}there")
         if changes and at_s < changes[-1].at_s:
@@ -167,6 +175,8 @@ def _counted(path: Path, rows: list[tuple[int, list[str]]], seed: int) -> Trace:
     for number, (day, clock, count) in rows:
         try:
             points.append((datetime.datetime.fromisoformat(f"{day.strip()}T{clock.strip()}"), int(count)))
+            if int(count) < 0:
+                raise ValueError
         except ValueError:
             raise ConfigError(f"{path}:{number}: {','.join((day, clock, count))!r} is no `date, time, count`") from None
     # Lines are polls written by overlapping watchers; of one moment, the last line counts.
@@ -180,7 +190,12 @@ def _skypilot(path: Path, text: str, seed: int) -> Trace:
     try:
         table = json.loads(text)
         gap_s, counts = float(table["metadata"]["gap_seconds"]), [int(count) for count in table["data"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(f"{path}: no trace of SkyPilot's form: {error!r}") from None
+    if not (0 < gap_s < math.inf) or not counts or min(counts) < 0:
+        raise ConfigError(
+            f"{path}: no trace of SkyPilot's form: gap_seconds {gap_s:g} must be above 0, and `data` have counts of 0 "
+            f"or more (has {len(counts)}, the least {min(counts, default=0)})"
+        )
     series = [(k * gap_s, count) for k, count in enumerate(counts)]
     return from_counts(series, len(counts) * gap_s, seed)
