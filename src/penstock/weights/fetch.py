@@ -37,6 +37,8 @@ AHEAD_BYTES = 16 << 20
 the next one is coming while the last one is verified."""
 THREAD_BYTES = 1 << 20
 """Larger chunks are verified on a thread, while others come in."""
+READY_BYTES = 32 << 20
+"""On the wire: where more than this has come and waits to be decoded, no more is read."""
 SHARES = 4
 """A small version is asked for in so many parts a connection, so that a fast one can take over from a slow one."""
 
@@ -84,6 +86,10 @@ class Fetch:
         self._queue = ChunkQueue(len(manifest.chunks), CHUNK_RETRIES)
         self._changed = asyncio.Event()
         self._decoding: set[asyncio.Future[float]] = set()
+        self._ready: deque[tuple[int, memoryview]] = deque()
+        """Verified, and to be decoded."""
+        self._ready_bytes = 0
+        self._share = max(manifest.nbytes // SHARES, 1)
         self._decode_s = 0.0
         self._failed = False
         self._relay: Relay | None = None
@@ -168,7 +174,7 @@ class Fetch:
                     self._put_back(asked)
                     await connection.broke(WeightError(f"chunk {index} from a relay came with a wrong checksum"))
             self._changed.set()
-            while len(self._decoding) > 4 * self._rates.cores and not self._failed:
+            while self._ready_bytes > READY_BYTES and not self._failed:
                 await asyncio.wait(self._decoding, return_when=asyncio.FIRST_COMPLETED)
 
     async def finish(self) -> None:
@@ -176,7 +182,7 @@ class Fetch:
 
         Raises WeightError for a chunk that is not of its codec, or for a tensor that does not verify.
         """
-        if self._decoding:
+        while self._decoding:
             await asyncio.gather(*self._decoding)
         if self._progress is not None:
             self._check(self._progress.empty)
@@ -198,10 +204,9 @@ class Fetch:
 
     async def _ask_ahead(self, link: WeightLink, asked: deque[int]) -> None:
         on_its_way = sum(self._nbytes[index] for index in asked)
-        share = self._manifest.nbytes // SHARES
-        if on_its_way >= min(AHEAD_BYTES, max(share, 1)):
+        if on_its_way >= min(AHEAD_BYTES, self._share):
             return
-        batch = self._queue.take_batch(self._nbytes, max(1, min(AHEAD_BYTES - on_its_way, share)))
+        batch = self._queue.take_batch(self._nbytes, min(AHEAD_BYTES - on_its_way, self._share))
         if not batch:
             return
         try:
@@ -229,9 +234,9 @@ class Fetch:
         if self._relay is not None:
             self._relay.put(self._encoding, index, data.toreadonly())
         if self._coder is not None:
-            decoding = asyncio.get_running_loop().run_in_executor(self._threads, self._decode, index, data)
-            self._decoding.add(decoding)
-            decoding.add_done_callback(partial(self._decoded, index))
+            self._ready.append((index, data))
+            self._ready_bytes += len(data)
+            self._decode_more()
         else:
             self._placed(index)
 
@@ -250,21 +255,35 @@ class Fetch:
             self._checking.add(checking)
             checking.add_done_callback(_heard)
 
-    def _decode(self, index: int, data: Bytes) -> float:
+    def _decode_more(self) -> None:
+        """One thread a core, each on its share of what is ready: a small chunk takes longer to hand over than to
+        decode."""
+        cores = self._rates.cores
+        while self._ready and len(self._decoding) < cores and not self._failed:
+            work = [self._ready.popleft() for _ in range(-(-len(self._ready) // cores))]
+            self._ready_bytes -= sum(len(data) for _, data in work)
+            decoding = asyncio.get_running_loop().run_in_executor(self._threads, self._decode, work)
+            self._decoding.add(decoding)
+            decoding.add_done_callback(partial(self._decoded, work))
+
+    def _decode(self, work: Sequence[tuple[int, Bytes]]) -> float:
         """Returns the seconds that it took."""
         began = time.perf_counter()
         coder = self._coder
         if coder is not None:
-            decode_chunk(coder, self._dtypes[index], self._manifest.chunks[index], data, self._base, self._staging)
+            for index, data in work:
+                decode_chunk(coder, self._dtypes[index], self._manifest.chunks[index], data, self._base, self._staging)
         return time.perf_counter() - began
 
-    def _decoded(self, index: int, decoding: asyncio.Future[float]) -> None:
+    def _decoded(self, work: Sequence[tuple[int, Bytes]], decoding: asyncio.Future[float]) -> None:
         if decoding.cancelled():
             return
         if decoding.exception() is None:
             self._decoding.discard(decoding)
             self._decode_s += decoding.result()
-            self._placed(index)
+            for index, _ in work:
+                self._placed(index)
+            self._decode_more()
         else:
             # Left where `finish` finds it.
             self._failed = True
