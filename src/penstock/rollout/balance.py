@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-NEAR = 0.125
+NEAR = 0.0625
 """Part of an instance's places by which turns of conversations may lift it over its share, to stay where they were."""
 
 
