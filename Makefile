@@ -4,7 +4,7 @@ VENV ?= .venv
 # Made anew when what is asked for changes, or when another checkout uses the same environment.
 STAMP := $(VENV)/.installed-$(shell (cat pyproject.toml constraints.txt; pwd) | sha256sum | cut -c1-16)
 
-.PHONY: install demo demo-vllm demo-sglang test test-chaos test-engines test-verifiers test-trl test-verl test-ray test-mooncake
+.PHONY: install demo demo-vllm demo-sglang test test-chaos test-engines test-verifiers test-wandb test-trl test-verl test-ray test-mooncake
 # Environments of other frameworks, each under the hash of what it is made from.
 CACHE := $(or $(XDG_CACHE_HOME),$(CURDIR)/.cache)/penstock
 made_from = $(shell (cat tests/integrations/requirements-$(1).txt constraints.txt; $(PYTHON) -VV) | sha256sum | cut -c1-16)
@@ -34,7 +34,7 @@ test-chaos: install
 	$(VENV)/bin/pytest -m ci
 
 # The integrations against the frameworks themselves, on CPU: minutes the first time, then about half a minute each.
-test-trl test-verl test-ray test-verifiers: test-%:
+test-trl test-verl test-ray test-verifiers test-wandb: test-%:
 	$(MAKE) --no-print-directory $(CACHE)/$*-$(call made_from,$*)/.installed
 	PYTHONPATH=src $(CACHE)/$*-$(call made_from,$*)/bin/pytest -p no:cacheprovider --noconftest \
 	  $(wildcard tests/integrations/real_$**.py tests/ray/real_$*_*.py)

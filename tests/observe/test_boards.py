@@ -1,4 +1,4 @@
-"""Boards draw what a run measures, and never stop it."""
+"""Boards draw what a run measures, and never stop it. `make test-wandb` has Weights & Biases' own package."""
 
 from __future__ import annotations
 
@@ -139,16 +139,6 @@ def test_without_the_package_its_extra_is_named_and_a_broken_id_is_too(
     (tmp_path / "wandb.json").write_text("{")
     with pytest.raises(StorageError, match=r"wandb\.json can't be read"):
         open_board(tmp_path, [])
-
-
-def test_the_package_itself_writes_offline_files(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    said: list[str] = []
-    board = open_board(tmp_path, said)
-    board.write(0, {"reward_mean": 1.0})
-    board.close()
-    assert not said
-    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
 def test_boards_are_told_of_steps_and_of_evaluations(tmp_path: Path) -> None:
