@@ -101,7 +101,8 @@ class SummaryTally:
                 self.manager_losses += state == "lost"
                 self.manager_restarts += state == "restarted"
             case events.BatchEnded(batch=batch, samples=samples, failed=failed, cause=cause):
-                asked = self._submitted.pop(batch, samples + failed)
+                # A turn is told of only where it did not end as it should.
+                asked = self._submitted.pop(batch, 1 if is_turn(batch) else samples + failed)
                 # Of a conversation the first turn counts, which every one of them has.
                 self.samples_finished += 0 if is_turn(batch) else samples
                 self.samples_failed += failed

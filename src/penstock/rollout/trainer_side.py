@@ -37,6 +37,7 @@ from penstock.rollout.journal_replay import Recovered
 from penstock.rollout.outbox import TRAINER, Outbox
 from penstock.rollout.tracker import Tracker
 from penstock.rollout.versions import Versions
+from penstock.sample import is_turn
 from penstock.wire import (
     BatchDone,
     BatchFailed,
@@ -196,9 +197,10 @@ class TrainerSide:
         self._forget_held(batch.name)
         self.ended_batches.pop(batch.name, None)
         self._out.record(Submitted(frame=batch.frame))
-        self._out.emit(
-            BatchSubmitted(ts=self._out.ts, batch=batch.name, version=batch.version, samples=batch.samples),
-        )
+        if not is_turn(batch.name):
+            self._out.emit(
+                BatchSubmitted(ts=self._out.ts, batch=batch.name, version=batch.version, samples=batch.samples),
+            )
         self._settle(batch, frame)
         self._rearrange()
 
@@ -361,6 +363,9 @@ class TrainerSide:
         self.ended_batches[batch.name] = counts
         while len(self.ended_batches) > BATCHES_REMEMBERED:
             del self.ended_batches[next(iter(self.ended_batches))]
+        if is_turn(batch.name) and not cause and not batch.failed:
+            # There are thousands of them, and nothing happened.
+            return
         self._out.emit(
             BatchEnded(
                 ts=self._out.ts,

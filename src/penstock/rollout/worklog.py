@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from penstock.observe.events import AnswersEnded, Event, InstanceWorked, Work
 from penstock.rollout.balance import Report
 from penstock.rollout.batch import Batch, TrackedSample
+from penstock.sample import is_turn
 
 __all__ = ["EVERY_S", "QUANTILES", "WorkLog"]
 
@@ -85,7 +86,9 @@ class WorkLog:
             self._tell(report.instance)
 
     def finished(self, sample: TrackedSample) -> None:
-        """An answer came to its end."""
+        """An answer came to its end. Further turns of conversations are not told of: they are thousands of batches."""
+        if is_turn(sample.batch.name):
+            return
         groups = self._lengths.setdefault(sample.batch.name, {})
         groups.setdefault(sample.prompt, []).append(sample.length)
         if len(self._lengths) > BATCHES:
@@ -94,6 +97,8 @@ class WorkLog:
 
     def batch_ended(self, batch: Batch) -> None:
         """All of its samples are accounted for."""
+        if is_turn(batch.name):
+            return
         for instance in list(self._instances):
             self._tell(instance)
         groups = self._lengths.pop(batch.name, {})
