@@ -125,6 +125,8 @@ class Sample:
     """All output of a conversation, special tokens included; empty where there was no environment."""
     outcome: Score | None = None
     """What the environment gave, added up over turns; None where there was none."""
+    reference_logprobs: array[float] | None = None
+    """float32, T: by the run's reference, where that has workers of its own (`train.reference`)."""
 
     @property
     def row(self) -> Mapping[str, Any]:

@@ -12,7 +12,8 @@ import pytest
 from penstock.cluster import Batch, CallTimeout, Column, SubmitPool, WorkerFailed
 from penstock.cluster.column import text_column
 from penstock.errors import ConfigError, RewardError
-from penstock.reward.worker_scorer import FRUITLESS_GROUPS, WorkerScorer
+from penstock.reward.worker_calls import FRUITLESS_GROUPS
+from penstock.reward.worker_scorer import WorkerScorer
 from penstock.sample import Finish, Prompt, Sample, SampleId, Score, Unscored
 
 
@@ -117,7 +118,9 @@ async def test_workers_that_are_lost_again_and_again_end_the_run(pool: SubmitPoo
     scorer = WorkerScorer(lambda: opened.append(Group(act)) or opened[-1], pool)  # type: ignore[arg-type, func-returns-value]
     for _ in range(FRUITLESS_GROUPS):
         assert isinstance(await scorer.score(sample("a")), Unscored)
-    with pytest.raises(RewardError, match=r"3 groups of reward model workers in a row were lost .* no answer"):
+    with pytest.raises(
+        RewardError, match=r"3 groups of reward model workers in a row were lost without an answer; .* no answer"
+    ):
         await scorer.score(sample("a"))
     assert len(opened) == FRUITLESS_GROUPS
 

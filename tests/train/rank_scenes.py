@@ -33,14 +33,16 @@ SCENES: dict[str, dict[str, Any]] = {
     "snapshot": {"old_logprobs": "recompute", "mini_batches_per_step": 2, "kl_coef": 0.1},
     "memory": {"activation_checkpointing": True},
     "adapters": {"lora": {"rank": 4}, "kl_coef": 0.1},
+    "offload": {"cpu_offload": True, "advantage": "gae", "epochs": 2, "critic": {"lr": 1e-3}, "kl_coef": 0.1},
+    "reference": {"kl_coef": 0.1, "reference": {"offload": True}},
 }
 
 
-def config_of(model: Path, **train: Any) -> RunConfig:
+def config_of(model: Path, dtype: str = "float32", **train: Any) -> RunConfig:
     plain = {"lr": 1e-3, "device": "cpu", "tokens_per_micro_batch": 64, "max_grad_norm": 1e9}
     return RunConfig.model_validate(
         {
-            "model": {"path": str(model)},
+            "model": {"path": str(model), "dtype": dtype},
             "data": {"train": [{"kind": "jsonl", "path": "words"}], "max_prompt_tokens": 16},
             "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "sampling": {"max_new_tokens": 8}},
             "train": {**plain, **train},
@@ -129,6 +131,16 @@ def main(model: Path, out: Path) -> None:
             if name == "critic":
                 save(learner, out / f"checkpoints-{ranks.size}")
             learner.end()
+        # Computed in half precision, kept in full.
+        config = config_of(model, "bfloat16", activation_checkpointing=True)
+        if ranks.leads:
+            learner, _ = make_learner(config, model, None, ranks)
+            found = gradient(learner, out / "half")
+            assert {dtype for _, dtype, _, _ in learner.weights()} == {"BF16"}
+            torch.save(found, out / f"gradient-bfloat16-{ranks.size}.pt")
+            learner.end()
+        else:
+            follow(config, ranks)
         # And on from what as many ranks and what one rank has written.
         config = config_of(model, **SCENES["critic"])
         if not ranks.leads:

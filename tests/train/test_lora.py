@@ -15,6 +15,7 @@ from penstock.errors import CheckpointError, ConfigError, MissingExtra
 from penstock.train.actor import Actor, load_causal_lm
 from penstock.train.batching import collate
 from penstock.train.checkpoint import Checkpoints, Position, find_checkpoint, load_checkpoint
+from penstock.train.forward import score_tokens
 
 BATCH = ([[5, 6], [7]], [[8, 9, 10], [11]], [[-4.0] * 3, [-4.0]], [1.0, -1.0])
 
@@ -55,8 +56,6 @@ def test_engines_get_whole_weights_that_say_what_the_trainer_says(model_folder: 
             assert name in names or name == "lm_head.weight"
             names[name].copy_(tensor)
     expected = actor.logprobs(collate(*BATCH))
-    from penstock.train.forward import score_tokens
-
     torch.testing.assert_close(score_tokens(merged, collate(*BATCH)).logprobs_BT, expected, atol=1e-5, rtol=1e-5)
     assert (expected - make_actor(model_folder).logprobs(collate(*BATCH))).abs().max() > 1e-3
 
@@ -99,6 +98,27 @@ def test_targets_name_the_layers_that_get_adapters(model_folder: Path) -> None:
     assert len(actor.learned) == 2 * 2 * 2
     with pytest.raises(ConfigError, match=r'train.lora.targets=\["nothing"\]'):
         make_actor(model_folder, lora={"targets": ["nothing"]})
+    with pytest.raises(ConfigError, match=r'train.lora.targets=\["lm_head"\] names the model\'s head'):
+        make_actor(model_folder, lora={"targets": ["lm_head"]})
+
+
+def test_layers_that_keep_their_weights_the_other_way_round_are_merged_so(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=32, n_head=4, n_layer=2, n_positions=64)).save_pretrained(
+        tmp_path
+    )
+    actor = make_actor(tmp_path, lora={"targets": ["c_attn", "c_proj", "c_fc"]})
+    learn(actor)
+    merged = load_causal_lm(tmp_path)
+    names = dict(merged.named_parameters())
+    with torch.no_grad():
+        for name, tensor in actor.whole_weights():
+            names[name].copy_(tensor)
+    expected = actor.logprobs(collate(*BATCH))
+    torch.testing.assert_close(score_tokens(merged, collate(*BATCH)).logprobs_BT, expected, atol=1e-5, rtol=1e-5)
+    assert (expected - make_actor(tmp_path).logprobs(collate(*BATCH))).abs().max() > 1e-3
 
 
 def test_without_the_extra_it_is_named(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.train.actor import load_causal_lm
 from penstock.train.batching import collate
-from penstock.train.forward import score_tokens
+from penstock.train.forward import refuse_other_heads, score_tokens
 from penstock.train.packing import IMPLEMENTATION, SMALL, WASTE, Layout, _buckets, hidden_states, use_packing
 
 
@@ -34,7 +34,7 @@ def made(kind: str, **options: Any) -> Any:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     torch.manual_seed(1)
     config = AutoConfig.for_model(kind, **{**sizes, **heads, **options})
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 SAMPLES = [[3, 4, 5, 6, 7, 8, 9], [11, 12], [13], [14, 15, 16, 17, 18]]
@@ -62,6 +62,65 @@ def test_models_that_attend_in_their_own_way_are_padded_and_see_the_same(kind: s
     found = hidden_states(model.base_model, torch.tensor([id for ids in SAMPLES for id in ids]), layout)
     expected = torch.cat([alone(model, ids) for ids in SAMPLES])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+GEMMA = {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": (IMPLEMENTATION, {}),
+    "qwen2": (IMPLEMENTATION, {}),
+    "qwen3": (IMPLEMENTATION, {"head_dim": 8}),
+    "mistral": ("sdpa", {"sliding_window": 4}),
+    "mixtral": (IMPLEMENTATION, {"num_local_experts": 4, "sliding_window": None}),
+    "gpt2": (IMPLEMENTATION, {}),
+    "gemma": (IMPLEMENTATION, {"head_dim": 8}),
+    "gemma2": ("eager", {**GEMMA, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
+    "gemma3_text": ("sdpa", GEMMA),
+    "phi": (IMPLEMENTATION, {}),
+    "cohere": (IMPLEMENTATION, {"logit_scale": 0.25}),
+    "granite": (IMPLEMENTATION, {"logits_scaling": 4.0, "attention_multiplier": 0.5}),
+    "nemotron": ("sdpa", {}),
+    "bloom": ("eager", {"n_layer": 2, "n_head": 4}),
+    "gpt_oss": ("eager", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+}
+"""How each attends here (nemotron's backbone keeps from its layers where samples lie), and what makes it special."""
+
+
+def saved(kind: str, folder: Path, **options: Any) -> Any:
+    """A small model with weights large enough to tell, and norms and biases that are not those they begin with."""
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3}
+    model = made(kind, **{**special, **options})
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_any_causal_lm_says_of_packed_samples_what_it_says_of_each_alone(kind: str, tmp_path: Path) -> None:
+    attends, options = ARCHITECTURES[kind]
+    own = saved(kind, tmp_path, **options)
+    ours = load_causal_lm(tmp_path)
+    assert ours.config._attn_implementation == attends
+    prompts, outputs = [[3, 4, 5], [6], [7, 8, 9, 10]], [[11, 12], [13, 14, 15, 16, 17, 18, 19], [20]]
+    scores = score_tokens(ours, collate(prompts, outputs))
+    scores.logprobs_BT.sum().backward()
+    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        logits = own(torch.tensor([prompt + output]), use_cache=False).logits[0].float()
+        expected = logits.log_softmax(-1)[len(prompt) - 1 : -1][torch.arange(len(output)), torch.tensor(output)]
+        torch.testing.assert_close(scores.logprobs_BT[row, : len(output)], expected, rtol=1e-4, atol=1e-5)
+        expected.sum().backward()
+    for (name, mine), other in zip(ours.named_parameters(), own.parameters(), strict=True):
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_model_whose_logits_are_made_in_a_way_of_its_own_is_refused(model_folder: Path) -> None:
+    model = load_causal_lm(model_folder)
+    model.lm_head.register_forward_hook(lambda module, given, logits: logits + 0.1 * logits.roll(1, dims=-1))
+    with pytest.raises(ValueError, match="LlamaForCausalLM makes its logits in a way that is not known here"):
+        refuse_other_heads(model)
 
 
 def test_gradients_are_those_of_the_samples_alone(model_folder: Path) -> None:

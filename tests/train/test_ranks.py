@@ -117,6 +117,19 @@ def test_the_gradient_of_a_streamed_packed_step_is_that_of_one_padded_batch(lear
             assert float((found[name] - gradient).norm() / gradient.norm()) < 1e-5, (ranks, name)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_half_precision_is_of_the_passes_alone_and_near_the_whole(
+    learned: Path, model_folder: Path, ranks: int
+) -> None:
+    expected, found = padded_gradient(model_folder), torch.load(learned / f"gradient-bfloat16-{ranks}.pt")
+    for name, gradient in expected.items():
+        assert found[name].dtype == torch.float32
+        # bfloat16 has eight bits: within a few of their roundings, and not within float32's.
+        assert 1e-4 < float((found[name] - gradient).norm() / gradient.norm()) < 0.1, (ranks, name)
+    kept = rank_scenes.whole_state(learned / "half" / f"gradient-{ranks}" / "step-000002")
+    assert {tensor.dtype for tensor in kept.values()} == {torch.float32}
+
+
 def padded_gradient(model: Path) -> dict[str, torch.Tensor]:
     """Of the mean over tokens of ppo_clip's loss, over groups whose advantages are not all 0."""
     from penstock.train.advantages import grpo

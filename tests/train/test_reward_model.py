@@ -129,8 +129,8 @@ def test_a_streamed_step_learns_from_rewards_of_worker_processes(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with opened(config_of(classifier, 2, "all_multithread")) as (scorer, edge):
-        group: Any = scorer._group
-        assert (group.execute_mode, len(group), scorer._pool.threads) == ("all_multithread", 2, 3)
+        group: Any = scorer.calls.group
+        assert (group.execute_mode, len(group), scorer.calls._pool.threads) == ("all_multithread", 2, 3)
         carried = Carried(scorer, edge)
         run = make_run(steps=1, evaluate=False, scorer=carried)
         run.trainer.run()

@@ -20,7 +20,7 @@ from runs import MakeRun
 from penstock.config.run import TrainConfig
 from penstock.sample import Sample, Score, Unscored
 from penstock.train.batching import collate
-from penstock.train.flops import PEAKS, ModelSize, known_peak, learning_flops, measured_peak
+from penstock.train.flops import PEAKS, ModelSize, forward_flops, known_peak, learning_flops, measured_peak
 from penstock.train.stages import Stages
 from penstock.train.tally import STAGES, length_metrics, speed_metrics, stage_metrics
 
@@ -131,9 +131,9 @@ def test_a_step_tells_what_an_engineer_looks_for(make_run: MakeRun) -> None:
 
 
 def test_what_is_not_known_is_absent_and_no_nan() -> None:
-    nothing = {"learned/flops": 0.0, "learned/tokens": 0.0, "learned/output_tokens": 0.0}
+    nothing = {"learned/flops": 0.0, "learned/tokens": 0.0, "learned/output_tokens": 0.0, "looked/flops": 0.0}
     assert speed_metrics(nothing, 0.0, None) == {}
-    some = {"learned/flops": 6e9, "learned/tokens": 300.0, "learned/output_tokens": 100.0}
+    some = {"learned/flops": 4e9, "learned/tokens": 300.0, "learned/output_tokens": 100.0, "looked/flops": 2e9}
     assert speed_metrics(some, 2.0, None) == {"train_tokens_per_s": 150.0}
     assert speed_metrics(some, 2.0, 1e10)["mfu"] == pytest.approx(0.3)
     assert length_metrics([]) == {}
@@ -174,6 +174,43 @@ def test_flops_are_those_that_torch_counts(make_run: MakeRun) -> None:
     counted = counter.get_flop_counts()["Global"]
     linear = sum(flops for kind, flops in counted.items() if "attention" not in str(kind) and "bmm" not in str(kind))
     assert linear == pytest.approx(matrices, rel=0.01)
+    assert actor.looked_flops == 0.0
+    with FlopCounterMode(display=False) as counter:
+        actor.logprobs(batch)
+    assert actor.looked_flops == forward_flops(size, batch)
+    counted = counter.get_flop_counts()["Global"]
+    linear = sum(flops for kind, flops in counted.items() if "attention" not in str(kind) and "bmm" not in str(kind))
+    assert linear == pytest.approx(matrices / 3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("train", "looks"),
+    [
+        ({}, 0),
+        # The reference, beside each learning pass; old log-probabilities and the reference, before; and values.
+        ({"kl_coef": 0.1}, 1),
+        ({"kl_coef": 0.1, "kl_in": "reward", "old_logprobs": "recompute"}, 2),
+        ({"advantage": "gae"}, 1),
+    ],
+)
+def test_passes_without_a_gradient_are_counted_too(make_run: MakeRun, train: dict[str, Any], looks: int) -> None:
+    run = make_run(steps=1, evaluate=False, skip_groups_without_signal=False, **train)
+    run.trainer.run()
+    metrics = run.metrics[0]
+    roles = 2 if "advantage" in train else 1
+    assert metrics["looked/flops"] == pytest.approx(looks * metrics["learned/flops"] / 3 / roles, rel=0.1)
+    assert (metrics["looked/flops"] > 0) == (looks > 0)
+
+
+def test_a_token_meets_a_few_of_a_mixtures_experts() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("mixtral", **sizes, **heads, num_local_experts=4, num_experts_per_tok=2)
+    )
+    assert ModelSize.of(model).body == 4 * 32 * 32 + 4 * 32 + 2 * 3 * 32 * 48
 
 
 def test_frozen_weights_need_no_gradient() -> None:

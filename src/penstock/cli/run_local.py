@@ -25,7 +25,7 @@ from penstock.cli.run_doors import RunDoors, how_to_join, tokens_of
 from penstock.cli.run_fleet import RunFleet, fleet_file
 from penstock.cli.run_folder import find_run, how_to_go_on, locked, make_folder
 from penstock.cli.run_records import open_metrics, write_model
-from penstock.cli.run_reward_model import open_model_scorer
+from penstock.cli.run_reward_model import open_model_scorer, open_reference_scorer
 from penstock.cli.run_watch import RunWatch
 from penstock.config.run import RunConfig
 from penstock.data import PromptOrder, PromptSet, load_train_and_eval, question_text, read_source
@@ -149,6 +149,9 @@ class _Run:
         edge = parts.enter_context(EdgeLoop())
         scorer, eval_scorer = self._scorers(edge, parts)
         base, train_prompts, eval_prompts, tokenizer = self._model_and_prompts(held_out_questions(config))
+        if config.train.reference.workers and not self.eval_only:
+            scorer = open_reference_scorer(config, base, scorer, edge, parts)
+            parts.callback(self._closed_in_time, edge, scorer.close, "the reference's scorer")
         order = PromptOrder(
             len(train_prompts), config.rollout.prompts_per_step, config.seed, shuffle=config.data.shuffle
         )

@@ -43,6 +43,9 @@ def main(args: argparse.Namespace) -> int:
 
         # What isn't there is told before the seconds that importing PyTorch takes.
         find_run(config, args.resume)
+    from penstock.train.preflight import check_own_functions
+
+    check_own_functions(config)
     from penstock.cli.run_local import run
 
     return run(config, args.resume, eval_only=args.eval_only)

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from penstock.cluster.errors import ClusterError
 from penstock.cluster.execute import parse_execute
 from penstock.config.fleet import FleetConfig
+from penstock.config.names import ADVANTAGES, LOSSES, known_name
+from penstock.config.reference import ReferenceConfig
 from penstock.config.reward_model import RewardModelConfig
 
 
@@ -443,6 +445,7 @@ class TrainConfig(_Section):
     """Over the mini-batch; exact however it is split into micro-batches."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference (the model at the run's start)."""
+    reference: ReferenceConfig = ReferenceConfig()
     kl_in: Literal["loss", "reward"] = "loss"
     """Whether it is a term of the loss, or taken from each token's reward before advantages are made."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"] = "k3"
@@ -480,12 +483,24 @@ class TrainConfig(_Section):
     """A checkpoint is written while the run goes on. The next one, and the run's end, wait for it so long since it
     began; then it counts as failed."""
 
+    @field_validator("advantage")
+    @classmethod
+    def _known_advantage(cls, name: str) -> str:
+        return known_name("train.advantage", name, ADVANTAGES)
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, name: str) -> str:
+        return known_name("train.loss", name, LOSSES)
+
     @model_validator(mode="after")
     def _bounds_make_sense(self) -> TrainConfig:
         if 0 < self.clip_dual <= 1:
             raise ValueError("train.clip_dual must be above 1, or 0 for none")
         if self.kl_coef == 0 and (self.kl_in == "reward" or self.kl_target):
             raise ValueError("train.kl_in and train.kl_target need a train.kl_coef above 0")
+        if self.kl_coef == 0 and (self.reference.workers or self.reference.path):
+            raise ValueError("train.reference needs a train.kl_coef above 0: nothing else asks for the reference")
         if self.rollout_correction != "off" and self.old_logprobs != "recompute":
             raise ValueError(
                 'train.rollout_correction needs train.old_logprobs="recompute": where the engine\'s log-probabilities '

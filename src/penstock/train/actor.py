@@ -22,7 +22,8 @@ from torch import Tensor
 from penstock.config.run import TrainConfig, old_logprobs_refusal
 from penstock.errors import CheckpointError, ConfigError, MissingExtra
 from penstock.train.batching import PassBatch
-from penstock.train.forward import TokenScorer, TokenScores
+from penstock.train.flops import ModelSize, forward_flops
+from penstock.train.forward import TokenScorer, TokenScores, refuse_other_heads
 from penstock.train.lora import add_adapters, merged_tensors, without_adapters
 from penstock.train.losses import approximate_kl, token_weights, truncated_importance
 from penstock.train.mini_batch import MiniBatch, OptimizerStep
@@ -30,7 +31,7 @@ from penstock.train.packing import use_packing
 from penstock.train.policy_losses import get_loss
 from penstock.train.ranks import Ranks
 from penstock.train.schedule import lr_at
-from penstock.train.sharding import checkpoint_activations, layers_of, local, shard
+from penstock.train.sharding import checkpoint_activations, layers_of, local, place
 from penstock.train.sums import Sums
 from penstock.weights.gather import gathered
 
@@ -44,9 +45,10 @@ class Actor:
     """A causal LM with its optimizer, its reference and, where needed, the step's first weights.
 
     `folder` is a Hugging Face model folder of any causal LM. `total_optimizer_steps` and the configuration
-    give the learning rate, `horizon_tokens` the constant length of `seq-mean-token-sum-norm`. The reference is a
-    frozen copy of the folder's model, made only where `config.kl_coef` is above 0, and not changed by
-    `checkpoint.load`. Raises CheckpointError for a missing or broken model.
+    give the learning rate, `horizon_tokens` the constant length of `seq-mean-token-sum-norm`. The reference is frozen:
+    a copy of the folder's model (or of `config.reference.path`), cut over the ranks as the actor is; made only where
+    `config.kl_coef` is above 0 and it has no workers of its own; not changed by `checkpoint.load`. Raises
+    CheckpointError for a missing or broken model, ConfigError for one that can't be offloaded.
     """
 
     def __init__(
@@ -73,9 +75,7 @@ class Actor:
         self.model = self._scorer.lm
         if config.activation_checkpointing:
             checkpoint_activations(layers_of(self.model))
-        # Adapters that are switched off leave the reference.
-        own_reference = config.kl_coef > 0 and not config.lora.rank
-        self.reference = self._scorer_of(load_causal_lm(folder).to(self.device)) if own_reference else None
+        self.reference = self._reference()
         self._snapshot: TokenScorer | None = None
         self.optimizer = torch.optim.AdamW(
             self.learned,
@@ -90,6 +90,8 @@ class Actor:
         self.steps_skipped = 0
         """Optimizer steps refused for a non-finite loss or gradient, in the whole run."""
         self.mini_batch = MiniBatch(self.learned, self.optimizer, config.max_grad_norm, self.ranks)
+        self.looked_flops = 0.0
+        """Model FLOPs of passes without a gradient (old and reference log-probabilities) since they were last taken."""
         self._moved = False
         self._temperature = 1.0
         self._old_from_rollout = False
@@ -265,29 +267,41 @@ class Actor:
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: PassBatch) -> Tensor:
+        if batch.reference_logprobs_BT is not None:
+            return batch.reference_logprobs_BT
+        assert not self.config.reference.workers, "the reference's workers have not seen this sample"
         if self.reference is not None:
             return self._score(self.reference, batch).logprobs_BT
         with without_adapters(self.model):
             return self._score(self._scorer, batch).logprobs_BT
 
+    def _reference(self) -> TokenScorer | None:
+        """A model of its own, where it is neither elsewhere nor what adapters that are switched off leave."""
+        reference = self.config.reference
+        here = self.config.kl_coef > 0 and not reference.workers
+        if not here or (self.config.lora.rank and not reference.path):
+            return None
+        model = load_causal_lm(Path(reference.path) if reference.path else self.folder).requires_grad_(False)
+        return self._scorer_of(model, offload=reference.offload or self.config.cpu_offload)
+
     def _made(self) -> TokenScorer:
         """The model of the run's start, with what it learns by."""
-        model = load_causal_lm(self.folder).to(self.device)
+        model = load_causal_lm(self.folder)
         if self.config.lora.rank:
             add_adapters(model, self.config.lora)
-        return self._scorer_of(model)
+        return self._scorer_of(model, offload=self.config.cpu_offload)
 
-    def _scorer_of(self, model: Any) -> TokenScorer:
-        scorer = TokenScorer(model)
-        shard(scorer, layers_of(model), self.ranks, self.dtype, cpu_offload=self.config.cpu_offload)
-        return scorer
+    def _scorer_of(self, model: Any, *, offload: bool) -> TokenScorer:
+        return place(TokenScorer(model), layers_of(model), self.ranks, self.device, self.dtype, cpu_offload=offload)
 
     def _score(self, scorer: TokenScorer, batch: PassBatch, *, entropy_gradient: bool = False) -> TokenScores:
         # Shards are exchanged in bfloat16 already, and layers compute in what they are given.
         whole = self.dtype == "bfloat16" and self.ranks.size == 1
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=whole):
             scores: TokenScores = scorer(batch, self._temperature, entropy_gradient)
-            return scores
+        if not torch.is_grad_enabled():
+            self.looked_flops += forward_flops(ModelSize.of(scorer.lm), batch)
+        return scores
 
 
 _SAFETENSORS_DTYPES = {
@@ -345,13 +359,15 @@ def load_causal_lm(folder: Path) -> Any:
         raise CheckpointError(f"{config_path} is missing or is not a Hugging Face model configuration") from error
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, attn_implementation="sdpa", output_loading_info=True
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
+        model.eval()
+        use_packing(model)
+        refuse_other_heads(model)
     # transformers and safetensors raise whatever they meet; every kind of it means that this folder can't be used.
     except Exception as error:
         raise CheckpointError(f"{folder} holds no usable model: {type(error).__name__}: {error}") from error
     missing = sorted(report["missing_keys"]) + [str(key) for key in report.get("mismatched_keys", ())]
     if missing:
         raise CheckpointError(f"{folder}: weights are missing or of another shape: {', '.join(missing[:5])}")
-    use_packing(model)
-    return model.eval()
+    return model

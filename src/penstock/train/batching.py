@@ -41,6 +41,8 @@ class PassBatch:
     rollout_logprobs_BT: Tensor
     old_logprobs_BT: Tensor | None = None
     """Of the weights that the mini-batch is learned from; None: they are computed where they are needed."""
+    reference_logprobs_BT: Tensor | None = None
+    """Of the reference, where workers of its own have said them."""
     values_BT: Tensor | None = None
     """The critic's, before it learned from the mini-batch."""
     returns_BT: Tensor | None = None
@@ -108,6 +110,7 @@ def collate_samples(samples: Sequence[Sample], advantages: Sequence[float] | Non
         [sample.logprobs for sample in samples],
         advantages,
         None if all(sample.learned is None for sample in samples) else [own_tokens(sample) for sample in samples],
+        _reference(samples),
     )
 
 
@@ -119,7 +122,15 @@ def own_tokens(sample: Sample) -> Sequence[int]:
 def idle_pass(sample: Sample) -> PassBatch:
     """One sample of which nothing is learned: for a rank that has no other while the others have one."""
     nothing = [[False] * len(sample.token_ids)]
-    return collate([sample.prompt.token_ids], [sample.token_ids], [sample.logprobs], learned=nothing)
+    return collate(
+        [sample.prompt.token_ids], [sample.token_ids], [sample.logprobs], None, nothing, _reference([sample])
+    )
+
+
+def _reference(samples: Sequence[Sample]) -> list[array[float]] | None:
+    known = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
+    assert len(known) in (0, len(samples)), "the reference has seen some samples of a pass, and others not"
+    return known or None
 
 
 def collate(
@@ -128,11 +139,13 @@ def collate(
     logprobs: Sequence[Sequence[float]] | None = None,
     advantages: Sequence[float] | None = None,
     learned: Sequence[Sequence[int]] | None = None,
+    reference_logprobs: Sequence[Sequence[float]] | None = None,
 ) -> PassBatch:
     """Tensors of B prompts and outputs. Every prompt and every output has at least one token.
 
     `logprobs` (of the engines) and `advantages`, one for each sample and for all its tokens, are zero where they are
-    left out. `learned` says which output tokens are the model's own; by default all are.
+    left out. `learned` says which output tokens are the model's own; by default all are. `reference_logprobs` are of
+    the reference, where it is asked elsewhere.
     """
     if not prompts or not all(prompts) or not all(outputs):
         raise ValueError("a pass needs samples, each with at least one prompt token and one output token")
@@ -158,6 +171,7 @@ def collate(
         at_N=first_B[row_N] + step_N,
         advantages_BT=torch.where(mask_BT, advantages_B.unsqueeze(1), 0.0),
         rollout_logprobs_BT=_padded(logprobs, there_BT, "f") if logprobs is not None else torch.zeros(mask_BT.shape),
+        reference_logprobs_BT=None if reference_logprobs is None else _padded(reference_logprobs, there_BT, "f"),
     )
 
 

@@ -17,12 +17,13 @@ from torch import Tensor
 from penstock.config.run import TrainConfig
 from penstock.train.actor import load_causal_lm, pick_device
 from penstock.train.batching import PassBatch
+from penstock.train.flops import ModelSize, forward_flops
 from penstock.train.losses import token_weights
 from penstock.train.mini_batch import MiniBatch, OptimizerStep
-from penstock.train.packing import hidden_states
+from penstock.train.packing import backbone_of, hidden_states
 from penstock.train.ranks import Ranks
 from penstock.train.schedule import lr_at
-from penstock.train.sharding import checkpoint_activations, layers_of, shard
+from penstock.train.sharding import checkpoint_activations, layers_of, place
 from penstock.train.sums import Sums
 
 __all__ = ["Critic", "value_loss"]
@@ -65,17 +66,19 @@ class Critic:
         self.total_optimizer_steps = total_optimizer_steps
         self.horizon_tokens = horizon_tokens
         model = load_causal_lm(folder)
-        self.model = _ValueModel(model.base_model, model.get_output_embeddings().weight.shape[1]).to(self.device)
+        whole = _ValueModel(backbone_of(model), model.get_output_embeddings().weight.shape[1])
         own = config.critic
+        layers = layers_of(whole.backbone)
         if config.activation_checkpointing:
-            checkpoint_activations(layers_of(self.model.backbone))
-        layers = layers_of(self.model.backbone)
-        shard(self.model, layers, self.ranks, dtype, cpu_offload=config.cpu_offload)
+            checkpoint_activations(layers)
+        self.model = place(whole, layers, self.ranks, self.device, dtype, cpu_offload=config.cpu_offload)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=own.lr, betas=config.betas, weight_decay=own.weight_decay, fused=True
         )
         self.mini_batch = MiniBatch(list(self.model.parameters()), self.optimizer, own.max_grad_norm, self.ranks)
         self.sums = Sums()
+        self.looked_flops = 0.0
+        """Model FLOPs of passes without a gradient since they were last taken."""
         self.steps_skipped = 0
         """Optimizer steps refused for a non-finite loss or gradient, in the whole run."""
 
@@ -86,6 +89,7 @@ class Critic:
     def with_values(self, batch: PassBatch) -> PassBatch:
         """The pass with the values of its tokens, as the critic stands now."""
         batch = batch.to(self.device)
+        self.looked_flops += forward_flops(ModelSize.of(self.model.backbone, has_head=False), batch)
         return replace(batch, values_BT=self._values(batch))
 
     def accumulate(self, batch: PassBatch) -> None:

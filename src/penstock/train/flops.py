@@ -16,7 +16,7 @@ import torch
 
 from penstock.train.batching import PassBatch
 
-__all__ = ["ModelSize", "known_peak", "learning_flops", "measured_peak"]
+__all__ = ["ModelSize", "forward_flops", "known_peak", "learning_flops", "measured_peak"]
 
 PEAKS = {
     "B200": 2250e12,
@@ -65,13 +65,20 @@ class ModelSize:
         embedding = model.get_input_embeddings().weight
         head = model.get_output_embeddings().weight if has_head else None
         outside = {id(embedding), id(head)}
-        weights = [tensor for tensor in model.parameters() if tensor.dim() == 2 and id(tensor) not in outside]
-        heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        weights = [tensor for tensor in model.parameters() if tensor.dim() in (2, 3) and id(tensor) not in outside]
+        # Of a mixture's experts, whose weights lie behind one another, a token meets a few.
+        experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
+        share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+        heads = getattr(config, "num_attention_heads", 0)
+        width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+
+        def met(tensor: Any) -> int:
+            return int(tensor.numel() * share) if tensor.dim() == 3 else int(tensor.numel())
+
         return cls(
-            body=sum(tensor.numel() for tensor in weights),
+            body=sum(met(tensor) for tensor in weights),
             head=0 if head is None else head.numel(),
-            learned_body=sum(tensor.numel() for tensor in weights if tensor.requires_grad),
+            learned_body=sum(met(tensor) for tensor in weights if tensor.requires_grad),
             learned_head=head.numel() if head is not None and head.requires_grad else 0,
             layers=config.num_hidden_layers,
             attention_width=heads * width,
@@ -80,15 +87,25 @@ class ModelSize:
 
 def learning_flops(size: ModelSize, batch: PassBatch) -> float:
     """Of one forward and backward pass."""
-    predicted = batch.at_N.numel()
-    if not predicted:
-        # One that a rank makes for company's sake.
-        return 0.0
-    # 1 + 3 + 5 + ...: the sum of a sequence's odd numbers is its length squared.
-    squares = 2.0 * float(batch.layout.position_F.sum()) + batch.tokens
     body = (4.0 * size.body + 2.0 * size.learned_body) * batch.tokens
-    head = (4.0 * size.head + 2.0 * size.learned_head) * predicted
-    return body + head + 12.0 * size.layers * size.attention_width * squares
+    head = (4.0 * size.head + 2.0 * size.learned_head) * batch.at_N.numel()
+    return _of_company(batch, body + head + 12.0 * size.layers * size.attention_width * _squares(batch))
+
+
+def forward_flops(size: ModelSize, batch: PassBatch) -> float:
+    """Of one pass without a gradient."""
+    body, head = 2.0 * size.body * batch.tokens, 2.0 * size.head * batch.at_N.numel()
+    return _of_company(batch, body + head + 4.0 * size.layers * size.attention_width * _squares(batch))
+
+
+def _squares(batch: PassBatch) -> float:
+    # 1 + 3 + 5 + ...: the sum of a sequence's odd numbers is its length squared.
+    return 2.0 * float(batch.layout.position_F.sum()) + batch.tokens
+
+
+def _of_company(batch: PassBatch, flops: float) -> float:
+    """Nothing where nothing is predicted: such a pass a rank makes for company's sake."""
+    return flops if batch.at_N.numel() else 0.0
 
 
 def known_peak(device_name: str, dtype: str) -> float | None:

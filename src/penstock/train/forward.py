@@ -14,12 +14,39 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from penstock.train.batching import PassBatch
-from penstock.train.packing import hidden_states
+from penstock.train.packing import Layout, backbone_of, hidden_states
 
-__all__ = ["MAX_LOGITS", "TokenScorer", "TokenScores", "score_tokens"]
+__all__ = ["MAX_LOGITS", "Head", "TokenScorer", "TokenScores", "refuse_other_heads", "score_tokens"]
 
 MAX_LOGITS = 2**27
 """Most logits held at once: 512 MiB in float32."""
+
+
+class Head(NamedTuple):
+    """How a model's logits come of its last hidden states."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    scale: float
+    """Cohere, Granite and Falcon-H1 multiply their logits."""
+    softcap: float
+    """Gemma 2 bounds them: softcap tanh(logits / softcap); 0 sets no bound."""
+
+    @classmethod
+    def of(cls, model: Any) -> Head:
+        """Of a Hugging Face causal LM, as its configuration tells of it."""
+        linear, config = model.get_output_embeddings(), model.config
+        scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
+        divisor = getattr(config, "logits_scaling", None) or 1.0
+        softcap = getattr(config, "final_logit_softcapping", None) or 0.0
+        return cls(linear.weight, getattr(linear, "bias", None), scale / divisor, softcap)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """float32 [N, V]."""
+        logits_NV = F.linear(hidden_ND, self.weight_VD, self.bias_V).float()
+        if self.scale != 1.0:
+            logits_NV = logits_NV * self.scale
+        return self.softcap * torch.tanh(logits_NV / self.softcap) if self.softcap else logits_NV
 
 
 class TokenScorer(torch.nn.Module):
@@ -50,21 +77,21 @@ def score_tokens(
     entropy_gradient: bool = False,
     max_logits: int = MAX_LOGITS,
 ) -> TokenScores:
-    """Runs `model` (backbone at `model.base_model`, head at `get_output_embeddings()`) over one pass.
+    """Runs `model` (its backbone, and its `Head` on the tokens that are learned) over one pass.
 
     `temperature` (above 0) is the one that the tokens were drawn at: the policy gradient's log-probabilities are those
     of the distribution that acted. verl and TRL divide the logits in the same way.
     """
-    hidden_ND = hidden_states(model.base_model, batch.input_ids_F, batch.layout)[batch.at_N]
-    head_VD = model.get_output_embeddings().weight
+    hidden_ND = hidden_states(backbone_of(model), batch.input_ids_F, batch.layout)[batch.at_N]
+    head = Head.of(model)
     target_N = batch.output_ids_N
-    rows = max(1, max_logits // head_VD.shape[0])
+    rows = max(1, max_logits // head.weight_VD.shape[0])
     if hidden_ND.shape[0] <= rows:
-        pieces = [_head(hidden_ND, head_VD, target_N, temperature, entropy_gradient)]
+        pieces = [_score(hidden_ND, head, target_N, temperature, entropy_gradient)]
     else:
         # Each chunk's logits are made again in the backward pass rather than kept.
         pieces = [
-            checkpoint(_head, part_ND, head_VD, part_N, temperature, entropy_gradient, use_reentrant=False)
+            checkpoint(_score, part_ND, head, part_N, temperature, entropy_gradient, use_reentrant=False)
             for part_ND, part_N in zip(hidden_ND.split(rows), target_N.split(rows), strict=True)
         ]
     logprob_N, entropy_N, model_logprob_N = (
@@ -79,11 +106,29 @@ def score_tokens(
     )
 
 
-def _head(
-    hidden_ND: Tensor, head_VD: Tensor, target_N: Tensor, temperature: float, entropy_gradient: bool
+@torch.no_grad()
+def refuse_other_heads(model: Any) -> None:
+    """Raises ValueError for a model whose own logits are not its `Head`'s: it would be trained as another one."""
+    ids_1T = _few_ids(model).unsqueeze(0)
+    own_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
+    found_TV = Head.of(model).logits(hidden_states(backbone_of(model), ids_1T[0], Layout.of([ids_1T.numel()])))
+    gap = float((own_TV - found_TV).abs().max())
+    if not gap <= 1e-3 * max(1.0, float(own_TV.abs().max())):
+        raise ValueError(
+            f"{type(model).__name__} makes its logits in a way that is not known here (they differ by {gap:.2g} from "
+            "its head's product with its last hidden states)"
+        )
+
+
+def _few_ids(model: Any) -> Tensor:
+    return torch.arange(1, 6) % int(model.get_output_embeddings().weight.shape[0])
+
+
+def _score(
+    hidden_ND: Tensor, head: Head, target_N: Tensor, temperature: float, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability and entropy at `temperature`, and log-probability at 1 (the first itself where they agree)."""
-    logits_NV = F.linear(hidden_ND, head_VD).float()
+    logits_NV = head.logits(hidden_ND)
     target_N1 = target_N.unsqueeze(1)
     model_logprob_N = None
     if temperature != 1.0:

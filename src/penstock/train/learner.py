@@ -32,8 +32,9 @@ from penstock.train.writing import Writing, stage
 
 __all__ = ["WORK", "Follower", "Learner", "Steps"]
 
-WORK = ("learned/flops", "learned/tokens", "learned/output_tokens")
-"""Model FLOPs of the learning passes, tokens fed to them, and output tokens learned from; of all ranks and epochs."""
+WORK = ("learned/flops", "learned/tokens", "learned/output_tokens", "looked/flops")
+"""Model FLOPs of the learning passes, tokens fed to them, and output tokens learned from; and FLOPs of passes without a
+gradient. Of all ranks and epochs."""
 
 
 class Steps(NamedTuple):
@@ -130,6 +131,10 @@ class Learner:
         """Means over all ranks since they were last asked for; of what is in WORK, sums."""
         sums = [self.actor.sums, *([self.critic.sums] if self.critic is not None else [])]
         own = {name: both for one in sums for name, both in one.totals().items()}
+        for role in (self.actor, self.critic):
+            if role is not None:
+                self._done["looked/flops"] += role.looked_flops
+                role.looked_flops = 0.0
         own |= {name: (self._done[name], 1.0) for name in WORK if self.ranks.leads}
         own |= {name: (self._done[name], 0.0) for name in WORK if not self.ranks.leads}
         self._done.clear()

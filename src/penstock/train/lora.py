@@ -46,6 +46,10 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
             inject_adapter_in_model(peft, model, adapter_name=ADAPTER)
     except ValueError as error:
         raise ConfigError(f"train.lora.targets={json.dumps(config.targets)}: {error}") from error
+    if any(_DOWN in name for name, _ in model.get_output_embeddings().named_parameters(prefix="head.")):
+        raise ConfigError(
+            f"train.lora.targets={json.dumps(config.targets)} names the model's head, which can't have adapters"
+        )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_DOWN in name or _UP in name)
 
@@ -79,6 +83,8 @@ def merged_tensors(named: Iterator[tuple[str, Tensor]], model: Any) -> Iterator[
         if kind == "weight":
             down = full(parts[f"{layer}{_DOWN}{ADAPTER}.weight"])
             up = full(parts[f"{layer}{_UP}{ADAPTER}.weight"])
-            scaling = model.get_submodule(layer).scaling[ADAPTER]
-            merged = torch.addmm(merged.float(), up.float(), down.float(), alpha=scaling).to(merged.dtype)
+            part = model.get_submodule(layer)
+            added = part.scaling[ADAPTER] * (up.float() @ down.float())
+            # GPT-2's linear layers keep their weights the other way round.
+            merged = (merged.float() + (added.T if part.fan_in_fan_out else added)).to(merged.dtype)
         yield f"{layer}.{kind}", merged

@@ -86,6 +86,9 @@ class MiniBatch:
         else:
             denominator, loss = self._ranks.add_up(torch.stack([denominator, loss])).unbind()
         gradients = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        if gradients:
+            # Those of offloaded shards are in host memory.
+            denominator, loss = denominator.to(gradients[0].device), loss.to(gradients[0].device)
         torch._foreach_div_(gradients, denominator)
         norm = torch.nn.utils.get_total_norm(gradients)
         if self._ranks.size > 1:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Layout", "hidden_states", "use_packing"]
+__all__ = ["Layout", "backbone_of", "hidden_states", "use_packing"]
 
 IMPLEMENTATION = "penstock_packed"
 WASTE = 1.3
@@ -77,18 +77,43 @@ def _buckets(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def use_packing(model: Any) -> bool:
-    """Has `model` attend by `Layout`, where its kind allows it; says whether it does."""
+    """Has `model` attend by `Layout`, where its kind allows it and two samples stay apart; says whether it does."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     config = model.config
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if not getattr(model, "_supports_attention_backend", False) or kinds != {"full_attention"} or windowed:
+    capped = getattr(config, "attn_logit_softcapping", None)
+    plain = kinds == {"full_attention"} and not windowed and not capped
+    if not getattr(model, "_supports_attention_backend", False) or not plain:
         return False
     AttentionInterface.register(IMPLEMENTATION, _attend)
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+    own = config._attn_implementation
+    expected = _two_samples(model)
     model.set_attn_implementation(IMPLEMENTATION)
-    return True
+    # Some backbones keep what they are given from their layers; their samples would see each other.
+    if _close(_two_samples(model), expected):
+        return True
+    model.set_attn_implementation(own)
+    return False
+
+
+@torch.no_grad()
+def _two_samples(model: Any) -> Tensor:
+    """Hidden states of two short samples in one pass."""
+    ids_F = torch.arange(1, 6, device=model.device) % model.config.vocab_size
+    return hidden_states(backbone_of(model), ids_F, Layout.of([2, 3]).to(model.device))
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() <= 1e-3 * other.abs().max())
+
+
+def backbone_of(model: Any) -> Any:
+    """What of a causal LM makes last hidden states; Llama 4's text model doesn't tell by its own account."""
+    base = model.base_model
+    return model.model if base is model and hasattr(model, "model") else base
 
 
 def hidden_states(backbone: Any, input_ids_F: Tensor, layout: Layout) -> Tensor:

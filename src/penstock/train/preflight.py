@@ -8,8 +8,16 @@ from __future__ import annotations
 
 from penstock.config.run import RunConfig
 from penstock.errors import MissingExtra
+from penstock.train.registry import import_function
 
-__all__ = ["check"]
+__all__ = ["check", "check_own_functions"]
+
+
+def check_own_functions(config: RunConfig) -> None:
+    """Imports the functions of one's own that the configuration names, before PyTorch is. Raises ConfigError."""
+    for key, name in (("train.advantage", config.train.advantage), ("train.loss", config.train.loss)):
+        if ":" in name:
+            import_function(key, name)
 
 
 def check(config: RunConfig) -> None:

@@ -38,6 +38,8 @@ class PackedSample(msgspec.Struct, array_like=True, frozen=True):
     parts: dict[str, float]
     learned: bytes | None = None
     """int8; None: every token is the model's own."""
+    reference_logprobs: bytes | None = None
+    """float32."""
 
 
 class PackedGroup(msgspec.Struct, array_like=True, frozen=True):
@@ -203,6 +205,7 @@ def _pack_sample(sample: Sample) -> PackedSample:
         sample.score.value,
         dict(sample.score.parts),
         None if sample.learned is None else sample.learned.tobytes(),
+        None if sample.reference_logprobs is None else sample.reference_logprobs.tobytes(),
     )
 
 
@@ -226,6 +229,7 @@ def _unpack_sample(batch: str, prompt: Prompt, sample: PackedSample) -> Sample:
         finish=Finish(sample.finish),
         score=Score(sample.value, sample.parts),
         learned=None if sample.learned is None else _column("b", sample.learned),
+        reference_logprobs=None if sample.reference_logprobs is None else _column("f", sample.reference_logprobs),
     )
 
 

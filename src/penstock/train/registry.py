@@ -37,6 +37,10 @@ class Registry(Generic[F]):
 
         return keep
 
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._functions)
+
     def get(self, name: str) -> F:
         """What is registered under `name`, or what it imports as `package.module:function`. Raises ConfigError."""
         if name in self._functions:
@@ -44,7 +48,7 @@ class Registry(Generic[F]):
         if ":" in name:
             return cast(F, import_function(self._key, name))
         raise ConfigError(
-            f"{self._key}={name!r} is unknown; registered are: {', '.join(sorted(self._functions))}; "
+            f"{self._key}={name!r} is unknown; registered are: {', '.join(self.names)}; "
             "a function of your own is named by its import path, 'package.module:function'"
         )
 

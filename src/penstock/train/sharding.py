@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,26 +16,38 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from penstock.errors import ConfigError
 from penstock.train.ranks import Ranks
 
-__all__ = ["assign", "checkpoint_activations", "full", "layers_of", "local", "shard"]
+__all__ = ["assign", "checkpoint_activations", "full", "layers_of", "local", "place"]
+
+M = TypeVar("M", bound=torch.nn.Module)
 
 
-def shard(module: torch.nn.Module, layers: Any, ranks: Ranks, dtype: str, *, cpu_offload: bool = False) -> None:
-    """Cuts `module` over all ranks by FSDP2 (`fully_shard`), each of `layers` as a unit of its own.
+def place(module: M, layers: Any, ranks: Ranks, device: torch.device, dtype: str, *, cpu_offload: bool = False) -> M:
+    """Brings `module`, which is in host memory, to `device`, cut over all ranks by FSDP2 (`fully_shard`).
 
+    Each of `layers` is a unit of its own, and goes to the device by itself, so that none ever holds the whole model.
     Gradients are added up over ranks, not averaged: they are divided once, by the mini-batch's denominator. With
     `dtype="bfloat16"` layers compute and travel in bfloat16 while shards, gradients and optimizer stay float32.
+    Raises ConfigError where one rank is to offload to the host.
     """
     if ranks.size == 1:
-        return
+        if cpu_offload and device.type != "cpu":
+            raise ConfigError(
+                "train.cpu_offload and train.reference.offload keep the shards of several ranks in host memory, and "
+                "this run has one; start it with torchrun, or give the reference workers (train.reference.workers)"
+            )
+        return module.to(device)
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     half = dtype == "bfloat16"
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32)
-    offload: OffloadPolicy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    # Host memory can be pinned only for the sake of a device.
+    offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if cpu_offload else OffloadPolicy()
+    mesh = init_device_mesh(device.type, (ranks.size,), mesh_dim_names=("data",))
     cut = functools.partial(
-        fully_shard, mp_policy=precision, offload_policy=offload, reshard_after_forward=True, mesh=_mesh(module, ranks)
+        fully_shard, mp_policy=precision, offload_policy=offload, reshard_after_forward=True, mesh=mesh
     )
     for layer in layers:
         cut(layer)
@@ -45,11 +57,7 @@ def shard(module: torch.nn.Module, layers: Any, ranks: Ranks, dtype: str, *, cpu
             part.set_gradient_divide_factor(1.0)
             # gloo has no operation that scales as it adds.
             part.set_force_sum_reduction_for_comms(True)
-
-
-def _mesh(module: torch.nn.Module, ranks: Ranks) -> Any:
-    device = next(module.parameters()).device.type
-    return init_device_mesh(device, (ranks.size,), mesh_dim_names=("data",))
+    return module
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:

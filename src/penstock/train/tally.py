@@ -99,7 +99,7 @@ def stage_metrics(spent_s: Mapping[str, float], step_s: float) -> dict[str, floa
 
 def speed_metrics(learned: Mapping[str, float], learning_s: float, peak_flops_per_s: float | None) -> dict[str, float]:
     """Tokens learned from a second, and the share of the devices' peak; nothing where nothing was learned from."""
-    flops, tokens = learned["learned/flops"], learned["learned/tokens"]
+    flops, tokens = learned["learned/flops"] + learned["looked/flops"], learned["learned/tokens"]
     if not tokens or learning_s <= 0:
         return {}
     found = {"train_tokens_per_s": tokens / learning_s}
