@@ -128,9 +128,9 @@ class Critic:
     def _values(self, batch: PassBatch) -> Tensor:
         whole = self.dtype == "bfloat16" and self.ranks.size == 1
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=whole):
-            values_N = self.model(batch)
+            values_N1 = self.model(batch)
         empty_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float32, device=self.device)
-        return empty_BT.masked_scatter(batch.mask_BT, values_N.float())
+        return empty_BT.masked_scatter(batch.mask_BT, values_N1.float())
 
 
 class _ValueModel(torch.nn.Module):
@@ -141,7 +141,8 @@ class _ValueModel(torch.nn.Module):
         torch.nn.init.zeros_(self.head.weight)
 
     def forward(self, batch: PassBatch) -> Tensor:
-        """[N]: of the state that each output token was drawn in, which is where its logits are computed too."""
+        """[N, 1]: of the state that each output token was drawn in, which is where its logits are computed too."""
         hidden_FD = hidden_states(self.backbone, batch.input_ids_F, batch.layout)
+        # No view of it: FSDP2 warns of those.
         values_N1: Tensor = self.head(hidden_FD[batch.at_N])
-        return values_N1.squeeze(1)
+        return values_N1
