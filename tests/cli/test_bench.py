@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -131,3 +132,51 @@ def test_the_median_of_nothing_is_refused() -> None:
     assert median([3.0, 1.0, 2.0]) == 2.0
     with pytest.raises(ValueError, match="no repetitions"):
         median([])
+
+
+@pytest.fixture
+def parted(benchmark: list[bool]) -> list[str]:
+    """The benchmark `fake` with two parts; the list gets those that were run."""
+    ran: list[str] = []
+    module = sys.modules["penstock.bench.fake"]
+
+    def run_part(part: str, quick: bool) -> list[Result]:
+        ran.append(part)
+        return [Result(f"of {part}", 1.0, "s")]
+
+    module.PARTS, module.run_part = ("long", "longer"), run_part  # type: ignore[attr-defined]
+    return ran
+
+
+def test_a_part_is_run_alone_and_what_is_kept_is_not_run_again(
+    parted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = str(tmp_path / "kept.jsonl")
+    assert cli.main(["bench", "fake", "--only", "longer", "--keep", kept]) == 0
+    assert parted == ["longer"]
+    assert "of longer" in capsys.readouterr().out
+    assert cli.main(["bench", "fake", "--keep", kept]) == 0
+    assert parted == ["longer", "long"]
+    shown = capsys.readouterr()
+    assert shown.out.index("of long ") < shown.out.index("of longer")
+    assert "longer: kept in" in shown.err
+    assert cli.main(["bench", "fake", "--keep", kept, "--quick"]) == 0
+    assert parted == ["longer", "long", "long", "longer"]
+
+
+def test_parts_and_files_that_are_none_are_refused(parted: list[str], tmp_path: Path) -> None:
+    fake = common.load("fake")
+    with pytest.raises(ConfigError, match="has no part 'x'; there are: long, longer"):
+        common.run_parts("fake", fake, False, ["x"])
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{}\n")
+    with pytest.raises(ConfigError, match="not a file of kept results"):
+        common.run_parts("fake", fake, False, [], broken)
+    with pytest.raises(ConfigError, match="can't be written"):
+        common.run_parts("fake", fake, False, [], tmp_path / "none" / "kept.jsonl")
+    assert parted == ["long"]
+
+
+def test_a_benchmark_without_parts_takes_none(benchmark: list[bool]) -> None:
+    with pytest.raises(ConfigError, match="has no parts"):
+        common.run_parts("fake", common.load("fake"), False, ["long"])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from simulated import small_profile
 
 from penstock.rollout.offload import StepTimes, WindowView
 from penstock.simulate.baselines import ABLATIONS, Algorithm1, Tuning, make_strategy, tuned
-from penstock.simulate.lengths import step_samples
-from penstock.simulate.outcome import lower_bound_s
 from penstock.simulate.traces import from_counts, static_trace
 from penstock.simulate.world import simulate
 
@@ -63,15 +60,3 @@ def test_without_seeding_the_reserved_machines_only_train() -> None:
     strategy = make_strategy("rlboost-no-seeding", profile, machines=2)
     outcome = simulate(profile, static_trace(2, 1e9), strategy, steps=2)
     assert all(step.times.window_s == 0 for step in outcome.steps)
-
-
-@pytest.mark.parametrize("machines", [1, 40])
-def test_the_bound_counts_training_after_the_first_micro_batch(machines: int) -> None:
-    profile = small_profile()
-    samples = step_samples(profile, 0, 0)
-    train_s = profile.training.s_per_token * sum(s.length + s.prompt_tokens for s in samples)
-    ready = [(0.0, 1e9)] * machines
-    bound_s = lower_bound_s(profile, samples, 0.0, ready, make_strategy("penstock", profile, machines=machines))
-    longest = sorted(max(s.length for s in samples[k : k + 4]) for k in range(0, len(samples), 4))
-    # Two groups of four make a micro-batch of eight.
-    assert bound_s >= longest[1] * profile.spot.step_base_s + train_s + profile.training.optimizer_s

@@ -11,7 +11,7 @@ from penstock.rollout.balance import ShortestQueue
 from penstock.simulate.baselines import STRATEGIES, make_strategy
 from penstock.simulate.lengths import step_samples
 from penstock.simulate.machine import Machine, SimSample
-from penstock.simulate.outcome import Outcome, work_s
+from penstock.simulate.outcome import Outcome
 from penstock.simulate.strategy import FixedSize, Strategy
 from penstock.simulate.traces import from_counts, static_trace
 from penstock.simulate.world import World, simulate
@@ -156,16 +156,3 @@ def test_no_sample_is_lost_or_done_twice_whatever_comes_and_goes(
         expected = sum(s.length + s.prompt_tokens for s in step_samples(profile, step.number, seed))
         assert step.tokens == expected
         assert step.times.train_s == pytest.approx(expected * profile.training.s_per_token)
-
-
-def test_the_work_of_a_batch_bounds_what_a_machine_needs_for_it() -> None:
-    profile = small_profile()
-    samples = step_samples(profile, 0, 0)
-    machine = Machine("m", MACHINE, True)
-    for sample in samples:
-        machine.give(sample)
-    machine.settle(0.0)
-    while (due := machine.next_at()) is not None:
-        machine.advance(due)
-        machine.settle(due)
-    assert machine.busy_s >= work_s(MACHINE, samples)

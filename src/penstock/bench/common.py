@@ -1,7 +1,8 @@
 """What benchmarks share: one result type, how a table is drawn, the JSON line, and how benchmarks are found.
 
-A benchmark is a module of `penstock.bench` with `DESCRIPTION: str` and `run(quick: bool) -> list[Result]`. This
-module decides nothing about what is measured; it never imports a benchmark to list it (the description is read
+A benchmark is a module of `penstock.bench` with `DESCRIPTION: str` and `run(quick: bool) -> list[Result]`. One that
+takes long has `PARTS` and `run_part(part, quick)` too: parts can be run alone, and are kept when a run is broken off.
+This module decides nothing about what is measured; it never imports a benchmark to list it (the description is read
 from its source), so that listing stays light.
 """
 
@@ -16,6 +17,8 @@ import math
 import os
 import platform
 import statistics
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,6 +59,14 @@ class Benchmark(Protocol):
     def run(self, quick: bool) -> list[Result]: ...
 
 
+class Parted(Benchmark, Protocol):
+    """One with parts."""
+
+    PARTS: tuple[str, ...]
+
+    def run_part(self, part: str, quick: bool) -> list[Result]: ...
+
+
 def at_least(what: str, value: float, bound: float, unit: str, note: str = "") -> Result:
     """A figure that meets its target from `bound` upward."""
     return Result(what, value, unit, target=f">= {_number(bound)}", met=value >= bound, note=note)
@@ -76,6 +87,45 @@ def median(values: Sequence[float]) -> float:
     if not values:
         raise ValueError("no repetitions to take the median of")
     return statistics.median(values)
+
+
+def progress(what: str) -> None:
+    """A line on standard error, for whoever waits."""
+    print(f"{time.strftime('%H:%M:%S')}  {what}", file=sys.stderr, flush=True)
+
+
+def run_parts(
+    name: str, benchmark: Benchmark, quick: bool, only: Sequence[str] = (), kept: Path | None = None
+) -> list[Result]:
+    """Runs a benchmark, or some of its parts. `kept`: a file that gets each part's results as soon as they are there;
+    parts that it has already are not run again.
+
+    Raises ConfigError for a part that there is not, and for a file that is none of these.
+    """
+    parts: tuple[str, ...] = getattr(benchmark, "PARTS", ())
+    if not parts:
+        if only or kept:
+            raise ConfigError(f"the benchmark {name!r} has no parts: --only and --keep are for those that have")
+        return benchmark.run(quick=quick)
+    for part in only:
+        if part not in parts:
+            raise ConfigError(f"{name!r} has no part {part!r}; there are: {', '.join(parts)}")
+    found: dict[str, list[Result]] = _read_kept(kept, name, quick) if kept is not None and kept.exists() else {}
+    wanted = [part for part in parts if not only or part in only]
+    for part in wanted:
+        if part in found:
+            progress(f"{part}: kept in {kept}")
+            continue
+        progress(part)
+        found[part] = cast(Parted, benchmark).run_part(part, quick)
+        if kept is not None:
+            row = {"bench": name, "quick": quick, "part": part, "results": [asdict(row) for row in found[part]]}
+            try:
+                with kept.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row, allow_nan=False) + "\n")
+            except OSError as error:
+                raise ConfigError(f"--keep {kept}: can't be written: {error.strerror}") from None
+    return [result for part in wanted for result in found[part]]
 
 
 def discover() -> dict[str, str]:
@@ -163,6 +213,19 @@ def memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return 0
+
+
+def _read_kept(path: Path, name: str, quick: bool) -> dict[str, list[Result]]:
+    """Parts of this benchmark in a file; those of a quick run are not those of a whole one."""
+    found = {}
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if (row["bench"], row["quick"]) == (name, quick):
+                found[row["part"]] = [Result(**result) for result in row["results"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--keep {path}: not a file of kept results: {error!r}") from None
+    return found
 
 
 def _number(value: float | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock.bench import common
@@ -17,6 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", help="benchmark to run; without it they are listed")
     parser.add_argument("--quick", action="store_true", help="end within a minute")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--only", metavar="A,B", help="of a benchmark with parts, these alone")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="keep each part's results there, and run only parts that it lacks"
+    )
     parser.add_argument("--strict", action="store_true", help="exit code 1 where a target is missed")
 
 
@@ -25,7 +30,8 @@ def main(args: argparse.Namespace) -> int:
         for name, description in common.discover().items():
             print(f"{name:<16}  {description}")
         return 0
-    results = common.load(args.name).run(quick=args.quick)
+    only = [part.strip() for part in args.only.split(",")] if args.only is not None else []
+    results = common.run_parts(args.name, common.load(args.name), args.quick, only, args.keep)
     machine = common.machine()
     _draw(args.name, results, machine)
     if args.json:

@@ -124,7 +124,8 @@ class Remotes:
             busy_s += busy
             if held.connected:
                 connected_s += until - max(began_s, held.taken_at)
-            if held.ready_at is not None:
+            # Who was given back between two steps had the weights of the step before.
+            if held.ready_at is not None and until > began_s:
                 ready.append((held.ready_at, until))
                 wait_s += max(0.0, until - held.ready_at - busy)
         self._past.clear()

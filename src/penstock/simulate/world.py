@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 
 from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue
 from penstock.rollout.offload import Offload, StepTimes, WindowView
+from penstock.simulate.bound import lower_bound_s
 from penstock.simulate.clock import Clock
 from penstock.simulate.lengths import step_samples
 from penstock.simulate.machine import Machine, SimSample
-from penstock.simulate.outcome import Outcome, StepOutcome, lower_bound_s
+from penstock.simulate.outcome import Outcome, StepOutcome
 from penstock.simulate.planning import plan_step
 from penstock.simulate.profiles import Profile
 from penstock.simulate.remotes import Remotes
@@ -369,7 +370,7 @@ class World:
             preemptions=step.preemptions,
         )
         self.token_s = step.train_s / sum(sample.length + sample.prompt_tokens for sample in step.samples)
-        bound_s = lower_bound_s(self.profile, step.samples, step.began_s, remote.ready, self.strategy)
+        bound_s = lower_bound_s(self.profile, step.samples, step.began_s, remote.ready)
         self.outcome.steps.append(
             StepOutcome(
                 number=step.number,

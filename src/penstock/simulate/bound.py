@@ -1,0 +1,289 @@
+"""Least times that no policy can pass on a trace, whatever it knows: every length, every machine's coming and going.
+
+Decides what a clairvoyant has to obey too; refuses to know strategies. Everything here is a lower bound by proof, and
+is loose where the proof is: see `docs/simulate.md`.
+
+**Speed and throughput at once.** A decode step of the sequences S takes `base + c(S)` seconds, c(S) the sum of what
+each costs with the context that it has then. Put a price of 1 on a second of a remote machine, `reserved` on one of a
+reserved machine, and w_i on a second in which sequence i is decoded. A step costs (1 + w(S)) * (base + c(S)), and by
+Cauchy and Schwarz
+
+    (1 + sum w_i) * (base + sum c_i) >= sum_i (sqrt(c_i) + sqrt(base * w_i))^2
+
+since what is left of the product is base + sum w_i * sum c_i >= base + (sum sqrt(w_i c_i))^2 >= 2 sqrt(base) sum
+sqrt(w_i c_i). So each token has a least cost, in whatever batches it is decoded: wide ones are slow for each sequence,
+narrow ones waste machines. All of it has to be paid from the seconds that there are. Of machines: remote ones while
+they have the weights, reserved ones while nobody trains. Of sequences: one of group k is decoded for no longer than
+until the group is complete, and the trainer begins on the group after that. With weights of `price * p_k` for group k,
+which takes p_k to train on and p in all, and micro-batches of q_b, the best that a trainer can do is to train without a
+gap at the very end:
+
+    sum_k p_k * begun_k <= p * end - (p^2 + sum_b q_b^2) / 2
+
+A step of T seconds in which the least cost is more than what there is to pay is impossible, at any prices.
+
+**Memory.** A step serves at most `max_running` sequences and `kv_tokens` of context, so any share of `base` may be
+counted as context or as sequences instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.simulate.machine import SimSample
+from penstock.simulate.profiles import MachineProfile, Profile
+from penstock.simulate.traces import Trace
+
+__all__ = ["least_run_s", "lower_bound_s"]
+
+SHARES = ((0.0, 0.0), (0.3, 0.0), (1.0, 0.0), (0.0, 1.0))
+"""Of `base`, counted as context and as sequences. Any are valid; the best of a few is taken."""
+HALVINGS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Seconds of a decode step, of the fastest machine in each respect."""
+
+    base: float
+    sequence: float
+    context: float
+    prefill: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """At some prices: `machine + share * price + root * sqrt(price)` is the least cost of a step's samples."""
+
+    reserved: float
+    """Price of a reserved machine's second; a remote one's is 1."""
+    machine: float
+    share: float
+    root: float
+
+
+class _Step:
+    """One step's samples: what is asked of machines and trainer, whatever the time."""
+
+    def __init__(self, profile: Profile, samples: Sequence[SimSample]) -> None:
+        self.profile, self.training = profile, profile.training
+        per = profile.samples_per_prompt
+        self.groups = [samples[k : k + per] for k in range(0, len(samples), per)]
+        training = self.training
+        self.train_s = [
+            sum(sample.length + sample.prompt_tokens for sample in group) * training.s_per_token
+            for group in self.groups
+        ]
+        self.all_s = sum(self.train_s)
+        together = max(1, -(-training.micro_batch_samples // per))
+        self.micro_batches = -(-len(self.groups) // together)
+        last = len(self.groups) - (self.micro_batches - 1) * together
+        self.last_s = sum(sorted(self.train_s)[:last]) + training.reward_s
+        """Between the last token that can be of use and the end of training: the last micro-batch."""
+        self.alone_s, self.first_s = self._alone(together)
+        self.demands = list(self._demands())
+
+    def least_s(self, begins_s: float) -> float:
+        """Without regard to how many machines there are, the first of which begins at `begins_s`.
+
+        - The longest answer alone on a machine, then training on its group.
+        - Training on everything, once the groups of a first micro-batch are there.
+        """
+        least_s = max(self.alone_s, self.first_s + self.all_s)
+        return begins_s + least_s + self.training.reward_s + self.training.optimizer_s
+
+    def possible(self, step_s: float, begins_s: float, remote_s: Callable[[float], float]) -> bool:
+        """Whether no prices forbid a step of so many seconds.
+
+        `begins_s`: until the first machine can generate. `remote_s(until)`: instance-seconds of remote machines with
+        weights, until then.
+        """
+        training = self.training
+        trained_s = step_s - training.optimizer_s
+        remote = remote_s(trained_s - self.last_s)
+        free_s = max(0.0, trained_s - self.all_s - 2 * training.switch_s) * self.profile.reserved_instances
+        # The sum of squares of the micro-batches is least where all are equal.
+        late = (1 + 1 / self.micro_batches) / 2 * self.all_s
+        begun = self.all_s * (trained_s - late - training.reward_s - begins_s)
+        for demand in self.demands:
+            supply = remote + demand.reserved * free_s
+            if begun <= demand.share:
+                return False
+            # At the price of sequences that asks for the most.
+            if demand.machine + demand.root**2 / (4 * (begun - demand.share)) > supply:
+                return False
+        return True
+
+    def _alone(self, together: int) -> tuple[float, float]:
+        """(longest answer alone and its group trained, first micro-batch's groups complete)."""
+        kinds = [_fastest(_remote_kinds(self.profile)), _fastest([self.profile.reserved])]
+        complete = []
+        for group in self.groups:
+            complete.append(
+                max(
+                    min(
+                        sample.prompt_tokens * kind.prefill
+                        + sample.length
+                        * (kind.base + kind.sequence + kind.context * (sample.prompt_tokens + sample.length / 2))
+                        for kind in kinds
+                    )
+                    for sample in group
+                )
+            )
+        longest = max(there + train for there, train in zip(complete, self.train_s))
+        return longest, sorted(complete)[min(together, len(complete)) - 1]
+
+    def _demands(self) -> Iterator[_Demand]:
+        longest = max(sample.prompt_tokens + sample.length for group in self.groups for sample in group)
+        for as_context, as_sequences in SHARES:
+            remote, reserved = (
+                _shifted(_fastest(kinds), kinds, longest, as_context, as_sequences)
+                for kinds in (_remote_kinds(self.profile), [self.profile.reserved])
+            )
+            # A price at which neither kind is the cheaper one, in one respect or the other.
+            ratios = {
+                round(one / other, 9)
+                for one, other in ((remote.context, reserved.context), (remote.sequence, reserved.sequence))
+                if one > 0 and other > 0
+            }
+            for price in sorted(ratios) or [1.0]:
+                yield self._demand(remote, reserved, price)
+
+    def _demand(self, remote: _Cost, reserved: _Cost, price: float) -> _Demand:
+        base = min(remote.base, reserved.base)
+        sequence = min(remote.sequence, price * reserved.sequence)
+        context = min(remote.context, price * reserved.context)
+        prefill = min(remote.prefill, price * reserved.prefill)
+        machine = share = root = 0.0
+        for group, train_s in zip(self.groups, self.train_s):
+            # The integral of sqrt(c) over an answer's tokens.
+            roots = []
+            for sample in group:
+                first = sequence + context * sample.prompt_tokens
+                machine += sample.length * (first + context * sample.length / 2) + sample.prompt_tokens * prefill
+                roots.append(_root_integral(first, context, sample.length))
+            if base == 0:
+                continue
+            # A group's weight is dealt to its samples as their squares: that is where the sum of roots is greatest.
+            squares = sum(value * value for value in roots)
+            root += 2 * math.sqrt(base * train_s * squares)
+            share += sum(
+                value * value / squares * train_s * base * sample.length
+                for value, sample in zip(roots, group)
+                if squares > 0
+            )
+        return _Demand(price, machine, share, root)
+
+
+def lower_bound_s(
+    profile: Profile, samples: Sequence[SimSample], began_s: float, ready: Sequence[tuple[float, float]]
+) -> float:
+    """Seconds that a step takes at least. `ready`: (from, to) in which each remote machine has its weights."""
+
+    def remote_s(until_s: float) -> float:
+        return sum(max(0.0, min(to, began_s + until_s) - max(at, began_s)) for at, to in ready)
+
+    first = min((max(0.0, at - began_s) for at, _ in ready), default=math.inf)
+    return _shortest_s(_Step(profile, samples), min(first, profile.training.switch_s), remote_s)
+
+
+def least_run_s(
+    profile: Profile, trace: Trace, ceiling: int, samples: Callable[[int], Sequence[SimSample]], steps: int
+) -> float:
+    """Seconds before which no policy ends so many steps on a trace, with at most so many remote machines at a time.
+
+    Every step begins where the last one's bound ends. That is fair to all: who begins earlier can wait. All machines
+    of the trace are taken to be asked for at once, and each pulls the weights alone; more than `ceiling` at a time
+    count as so many.
+    """
+    there = _there(trace)
+    clock_s = 0.0
+    for number in range(steps):
+        began_s = clock_s
+        ready = []
+        for node, at, to in there:
+            machine = profile.remote(node)
+            pull_s = 8 * profile.weights_gb / min(machine.link_gbit_s, profile.store_gbit_s)
+            connected_s = at + machine.boot_s if at > 0 else at
+            ready.append((max(began_s, connected_s) + pull_s, to))
+        at_most = _capped(ready, ceiling)
+        clock_s += lower_bound_s(profile, samples(number), began_s, at_most)
+    return clock_s
+
+
+def _shortest_s(step: _Step, begins_s: float, remote_s: Callable[[float], float]) -> float:
+    low = step.least_s(begins_s)
+    if step.possible(low, begins_s, remote_s):
+        return low
+    high = 2 * low
+    while not step.possible(high, begins_s, remote_s):
+        low, high = high, 2 * high
+        if high > 1e9:
+            return low
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if step.possible(middle, begins_s, remote_s) else (middle, high)
+    return low
+
+
+def _remote_kinds(profile: Profile) -> list[MachineProfile]:
+    return [profile.spot, *profile.kinds.values()]
+
+
+def _fastest(kinds: Sequence[MachineProfile]) -> _Cost:
+    return _Cost(
+        min(kind.step_base_s for kind in kinds),
+        min(kind.sequence_s for kind in kinds),
+        min(kind.context_s for kind in kinds),
+        min(kind.prefill_s_per_token for kind in kinds),
+    )
+
+
+def _shifted(
+    cost: _Cost, kinds: Sequence[MachineProfile], longest: int, as_context: float, as_sequences: float
+) -> _Cost:
+    """A part of `base` counted as context or as sequences. A single one may be longer than the memory."""
+    memory = max(longest, *(kind.kv_tokens + 1 for kind in kinds))
+    places = max(kind.max_running for kind in kinds)
+    return _Cost(
+        (1 - as_context - as_sequences) * cost.base,
+        cost.sequence + as_sequences * cost.base / places,
+        cost.context + as_context * cost.base / memory,
+        cost.prefill,
+    )
+
+
+def _root_integral(first: float, slope: float, tokens: int) -> float:
+    """The integral of sqrt(first + slope * x) for x from 0 to `tokens`."""
+    if slope * tokens <= 1e-9 * first or slope == 0:
+        return tokens * math.sqrt(first)
+    return ((first + slope * tokens) ** 1.5 - first**1.5) / (1.5 * slope)
+
+
+def _there(trace: Trace) -> list[tuple[str, float, float]]:
+    """(node, from, to) of every stay."""
+    since: dict[str, float] = {}
+    found = []
+    for change in trace.changes:
+        if change.there:
+            since.setdefault(change.node, change.at_s)
+        elif change.node in since:
+            found.append((change.node, since.pop(change.node), change.at_s))
+    return found + [(node, at, math.inf) for node, at in since.items()]
+
+
+def _capped(spans: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """Spans with as many open at each moment as there are in `spans`, but at most so many."""
+    changes = sorted([(at, 1) for at, to in spans if to > at] + [(to, -1) for at, to in spans if to > at])
+    moments = sorted({at for at, _ in changes})
+    found: list[tuple[float, float]] = []
+    count, index = 0, 0
+    for at, to in itertools.pairwise(moments):
+        while index < len(changes) and changes[index][0] <= at:
+            count += changes[index][1]
+            index += 1
+        found += [(at, to)] * min(count, most)
+    return found

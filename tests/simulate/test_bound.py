@@ -1,0 +1,202 @@
+"""The clairvoyant bound: nothing that a simulator can be made to do is faster, and each part of it counts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated import MACHINE, small_profile
+
+from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, ShortestQueue
+from penstock.rollout.offload import StepTimes, Window, WindowView
+from penstock.simulate.baselines import make_strategy
+from penstock.simulate.bound import least_run_s, lower_bound_s
+from penstock.simulate.lengths import step_samples
+from penstock.simulate.machine import Machine, SimSample
+from penstock.simulate.profiles import Lengths, Profile, Training
+from penstock.simulate.strategy import FixedSize, Strategy
+from penstock.simulate.traces import from_counts, static_trace
+from penstock.simulate.world import World
+
+CLOSE = 1 - 1e-6
+
+
+class AnyBalance(ShortestQueue):
+    """Does whatever chance says, within what a policy may do."""
+
+    def __init__(self, rng: random.Random, width: int) -> None:
+        super().__init__(max_pending=4)
+        self.rng, self.width = rng, width
+
+    def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
+        rooms = [self.width - load.samples for load in loads]
+        picks = []
+        for _ in range(queue.waiting):
+            free = [k for k, room in enumerate(rooms) if room > 0]
+            if not free:
+                break
+            picks.append(self.rng.choice(free))
+            rooms[picks[-1]] -= 1
+        return picks
+
+    def moves(
+        self, waiting: int, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
+    ) -> list[Move]:
+        if len(loads) < 2 or self.rng.random() < 0.7:
+            return []
+        source, target = self.rng.sample([load.instance for load in loads], 2)
+        return [Move(source, sample.lease, target) for sample in placed(source) if self.rng.random() < 0.3]
+
+
+class AnyWindow:
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.ends = rng, rng.random()
+
+    def review(self, view: WindowView) -> Window:
+        return Window(view.fleet == 0 or view.finished < self.ends, "chance")
+
+    def ended(self, times: StepTimes) -> None:
+        self.ends = self.rng.random()
+
+
+def clairvoyant(profile: Profile, seed: int, order: str) -> Callable[[int], list[SimSample]]:
+    """Samples of a step in an order that only one who knows their lengths can have."""
+
+    def samples(number: int) -> list[SimSample]:
+        made, per = step_samples(profile, number, seed), profile.samples_per_prompt
+        groups = [made[k : k + per] for k in range(0, len(made), per)]
+        if order != "as they are":
+            groups.sort(key=lambda group: max(sample.length for sample in group), reverse=order == "longest first")
+        flat = [sample for group in groups for sample in group]
+        return [SimSample(k, k // per, sample.prompt_tokens, sample.length) for k, sample in enumerate(flat)]
+
+    return samples
+
+
+profiles = st.builds(
+    lambda kv, places, base, sequence, context, faster, training, reserved, spread, prompts, switch, reward: (
+        small_profile(
+            prompts=prompts,
+            reserved_instances=reserved,
+            spot=MACHINE.model_copy(
+                update={
+                    "kv_tokens": kv,
+                    "max_running": places,
+                    "step_base_s": base,
+                    "sequence_s": sequence,
+                    "context_s": context,
+                }
+            ),
+            reserved=MACHINE.model_copy(update={"step_base_s": base / faster, "context_s": context / faster}),
+            training=Training(
+                s_per_token=training, optimizer_s=0.2, switch_s=switch, micro_batch_samples=8, reward_s=reward
+            ),
+            lengths=Lengths(prompt_tokens=32, median_tokens=300, spread=spread, max_tokens=900),
+        )
+    ),
+    st.sampled_from([700, 2_000, 20_000]),
+    st.sampled_from([2, 8, 32]),
+    st.sampled_from([0.002, 0.01, 0.05]),
+    st.sampled_from([0.0, 1e-4, 2e-3]),
+    st.sampled_from([0.0, 1e-6, 1e-5]),
+    st.sampled_from([0.5, 1.0, 3.0]),
+    st.sampled_from([1e-5, 4e-4, 2e-3]),
+    st.integers(1, 3),
+    st.sampled_from([0.0, 0.6, 1.2]),
+    st.integers(1, 16),
+    st.sampled_from([0.0, 0.3, 3.0]),
+    st.sampled_from([0.0, 1.0]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    profile=profiles,
+    counts=st.lists(st.tuples(st.floats(0.5, 40.0), st.integers(0, 5)), max_size=6),
+    first=st.integers(0, 5),
+    name=st.sampled_from(["any", "penstock", "rlboost", "colocated", "disaggregated"]),
+    order=st.sampled_from(["as they are", "shortest first", "longest first"]),
+    width=st.sampled_from([1, 3, 8, 32]),
+    seed=st.integers(0, 1000),
+)
+def test_no_policy_beats_the_bound_even_one_that_knows_the_lengths(
+    profile: Profile,
+    counts: list[tuple[float, int]],
+    first: int,
+    name: str,
+    order: str,
+    width: int,
+    seed: int,
+) -> None:
+    at, series = 0.0, [(0.0, first)]
+    for gap, count in counts:
+        at += gap
+        series.append((at, count))
+    trace = from_counts(series, 1e6, seed)
+    if name == "any":
+        rng = random.Random(seed)
+        strategy = Strategy("any", AnyBalance(rng, width), AnyWindow(rng), FixedSize(4))
+    else:
+        strategy = make_strategy(name, profile, ceiling=4)
+    samples = clairvoyant(profile, seed, order)
+    outcome = World(profile, trace, strategy, seed, samples=samples).run(steps=3)
+    for step in outcome.steps:
+        assert step.times.step_s >= step.bound_s * CLOSE
+    if strategy.spot:
+        assert outcome.wall_s >= least_run_s(profile, trace, 4, samples, 3) * CLOSE
+
+
+@pytest.mark.parametrize("machines", [1, 40])
+def test_the_bound_counts_training_after_the_first_micro_batch(machines: int) -> None:
+    profile = small_profile()
+    samples = step_samples(profile, 0, 0)
+    train_s = profile.training.s_per_token * sum(s.length + s.prompt_tokens for s in samples)
+    bound_s = lower_bound_s(profile, samples, 0.0, [(0.0, 1e9)] * machines)
+    longest = sorted(max(s.length for s in samples[k : k + 4]) for k in range(0, len(samples), 4))
+    # Two groups of four make a micro-batch of eight.
+    assert bound_s >= longest[1] * profile.spot.step_base_s + train_s + profile.training.optimizer_s
+
+
+def test_a_step_without_remote_machines_takes_generating_and_training() -> None:
+    profile = small_profile(reserved_instances=1, training=Training(s_per_token=4e-4, micro_batch_samples=8))
+    samples = step_samples(profile, 0, 0)
+    machine = Machine("m", MACHINE, True)
+    for sample in samples:
+        machine.give(sample)
+    machine.settle(0.0)
+    while (due := machine.next_at()) is not None:
+        machine.advance(due)
+        machine.settle(due)
+    train_s = profile.training.s_per_token * sum(s.length + s.prompt_tokens for s in step_samples(profile, 0, 0))
+    bound_s = lower_bound_s(profile, step_samples(profile, 0, 0), 0.0, [])
+    assert 0.8 * (machine.busy_s + train_s) < bound_s <= machine.busy_s + train_s
+
+
+def test_batches_that_are_wide_are_slow_and_those_that_are_narrow_waste_machines() -> None:
+    """Neither the machines' seconds nor a single answer's forbid this step, but both together do."""
+    profile = small_profile(
+        prompts=64,
+        training=Training(s_per_token=2e-5, micro_batch_samples=8),
+        spot=MACHINE.model_copy(update={"max_running": 10**6, "kv_tokens": 10**9}),
+        lengths=Lengths(prompt_tokens=1, median_tokens=300, spread=0.0, max_tokens=900),
+    )
+    samples = step_samples(profile, 0, 0)
+    machine = profile.spot
+    tokens = sum(sample.length for sample in samples)
+    work_s = tokens * (machine.sequence_s + machine.context_s * 151)
+    alone_s = 300 * (machine.step_base_s + machine.sequence_s + machine.context_s * 151)
+    train_s = profile.training.s_per_token * (tokens + len(samples))
+    bound_s = lower_bound_s(profile, samples, 0.0, [(0.0, 1e9)] * 4)
+    assert bound_s > 1.02 * max(work_s / (4 + profile.reserved_instances), alone_s + train_s)
+
+
+def test_a_run_on_a_trace_takes_at_least_as_long_as_with_all_its_machines_all_the_time() -> None:
+    profile = small_profile()
+    coming = from_counts([(0.0, 1), (30.0, 4)], 1e6)
+    samples = clairvoyant(profile, 0, "as they are")
+    all_s = least_run_s(profile, static_trace(4, 1e9), 4, samples, 3)
+    assert least_run_s(profile, coming, 4, samples, 3) > all_s
+    assert least_run_s(profile, static_trace(9, 1e9), 4, samples, 3) == pytest.approx(all_s)
