@@ -11,8 +11,8 @@ from penstock.rollout.worklog import EVERY_S, WorkLog, prompt_share
 from penstock.wire import Heartbeat
 
 
-def report(running: float, wall_s: float = 1.0, instance: str = "i0", pending: int = 0, full: bool = False) -> Report:
-    return Report(instance, wall_s, running, 100.0 * running, int(10 * running), 5, pending, full)
+def report(running: float, wall_s: float = 1.0, instance: str = "i0", pending: int = 0) -> Report:
+    return Report(instance, wall_s, running, 100.0 * running, int(10 * running), 5, pending)
 
 
 def test_work_of_like_batch_sizes_is_one_row_and_its_sums_are_exact() -> None:
@@ -46,8 +46,8 @@ def test_rows_are_bounded_by_the_powers_of_two_however_much_is_reported() -> Non
 def test_a_full_memory_is_seen() -> None:
     said: list[Event] = []
     log = WorkLog(said.append, lambda: 0.0)
-    log.worked(report(8, full=True), "here", False, 16)
-    log.worked(report(2, pending=3), "here", False, 16)
+    log.worked(report(8, pending=3), "here", False, 16)
+    log.worked(report(2), "here", False, 16)
     log.gone("i0")
     event = said[0]
     assert isinstance(event, InstanceWorked)

@@ -26,8 +26,8 @@ def test_every_form_gives_the_same_counts(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("", "no trace"),
-        ("1,2\n", "no trace"),
+        ("", "is empty; a trace has"),
+        ("1,2\n", "trace:1: '1,2' is no line"),
         ("0,add,a\nsoon,add,b\n", "trace:2: 'soon' is no time"),
         ("0,add,a\n5,add,a\n", "trace:2: 'add' of 'a', which is there"),
         ("5,add,a\n0,add,b\n", "trace:2: goes back"),

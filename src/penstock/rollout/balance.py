@@ -117,8 +117,7 @@ class Report:
     tokens: int
     prefilled: int
     pending: int = 0
-    full: bool = False
-    """Its memory was full: see `Work.full`."""
+    """Samples that waited because its memory was full: places were free, and nobody was let in."""
 
 
 class BalancePolicy(Protocol):

@@ -67,9 +67,8 @@ class Balancing:
             context_tokens=(frame.kv_tokens + before.frame.kv_tokens) / 2,
             tokens=tokens,
             prefilled=prefilled,
-            pending=self.pending(instance),
             # One that waits for the next decode step would have been let in there.
-            full=waits and before.waits and not prefilled,
+            pending=frame.waiting if waits and before.waits and not prefilled else 0,
         )
         self.policy.report(report)
         self._log.worked(report, instance.name, instance.reserved, instance.max_running)

@@ -81,7 +81,7 @@ class WorkLog:
         sums.context_steps += steps * report.context_tokens
         sums.prefilled += report.prefilled
         sums.most_context = max(sums.most_context, report.context_tokens)
-        sums.full |= report.full
+        sums.full |= report.pending > 0
         if ts - held.since >= EVERY_S:
             self._tell(report.instance)
 

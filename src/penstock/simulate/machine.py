@@ -177,9 +177,8 @@ class Machine:
         if wall_s <= 0 or tokens < 1:
             return None
         self._since = [0.0, 0.0, 0.0, 0.0, 0.0]
-        return Report(
-            self.name, wall_s, running_s / wall_s, context_s / wall_s, int(tokens), int(prefilled), len(self.pending)
-        )
+        starved = len(self.pending) if len(self.running) < self.profile.max_running else 0
+        return Report(self.name, wall_s, running_s / wall_s, context_s / wall_s, int(tokens), int(prefilled), starved)
 
     # ---- within
 

@@ -79,7 +79,8 @@ def _draw_step(axes: Any, outcome: Outcome, step: StepOutcome) -> None:
         bars = [(a - step.began_s, b - a) for a, b in parts]
         axes.broken_barh(bars, (lane - 0.36, 0.72), color=colour, linewidth=0)
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
+    # Room for a line of text below the last lane.
+    axes.set_ylim(len(rows) + 0.1, -0.6)
     axes.set_xlim(0, step.times.step_s)
     axes.axvline(step.bound_s, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     axes.annotate(
