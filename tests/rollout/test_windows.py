@@ -12,11 +12,22 @@ from hypothesis import strategies as st
 from rollout_helpers import SimulatedAgent, World, submit
 
 from penstock.observe.events import WindowChanged
+from penstock.rollout.journal import Record, decode_record, encode_record
+from penstock.rollout.journal_replay import Replay
 from penstock.rollout.manager import TRAINER, Decisions, Manager, ManagerConfig
 from penstock.rollout.offload import Offload
 from penstock.rollout.windows import HAND_OVER_S, Turn
 from penstock.sample import SampleId, conversation_of, turn_batch
-from penstock.wire import AgentHello, HandedOver, HandOver, Heartbeat, TrainerTurn, TurnGranted
+from penstock.wire import (
+    AgentHello,
+    HandedOver,
+    HandOver,
+    Heartbeat,
+    ReleaseBatch,
+    TrainerHello,
+    TrainerTurn,
+    TurnGranted,
+)
 
 
 class TurnWorld(World):
@@ -405,6 +416,84 @@ def test_a_window_is_learned_from_the_waits_and_the_event_says_so() -> None:
     assert manager.windows.policy.length_s(1) is not None
     assert world.told("opened")[-1].window_s >= 0
     assert "window" in manager.status(world.now).window
+
+
+class JournaledTurnWorld(TurnWorld):
+    """It goes on where another one's journal ends."""
+
+    def __init__(self, records: Sequence[Record] = ()) -> None:
+        self.records: list[Record] = list(records)
+        super().__init__()
+        replay = Replay()
+        for record in records:
+            replay.take(decode_record(encode_record(record)))
+        self.carry_out(self.manager.restore(replay.finish(), self.now))
+        self.carry_out(self.manager.on_journal(True, "", self.now))
+        self.carry_out(self.manager.on_trainer_connected(self.now))
+        self.trainer(TrainerHello(name="t", pid=1, session="same", open_batches=()))
+        self.publish(0)
+
+    def carry_out(self, decisions: Decisions) -> None:
+        self.records += decisions.records
+        super().carry_out(decisions)
+
+
+def learned(world: TurnWorld, steps: int = 3) -> Offload:
+    """Steps in which the trainer waits for the remote instance; speeds are known, so that plans are made."""
+    own, spot = world.join_as("own", reserved=True), world.join_as("spot", reserved=False)
+    beat = Heartbeat(running=2, waiting=0, kv_tokens=50, tokens_generated=0, tokens_prefilled=0, tokens_per_s=20.0)
+    for count in range(12):
+        for agent in (own, spot):
+            world.now += 0.05
+            world.send(agent, msgspec.structs.replace(beat, tokens_generated=20 * count))
+    for step in range(steps):
+        batch = f"train-{step}"
+        world.say("begins", batch)
+        while world.manager.thinking:
+            world.carry_out(world.manager.think(world.now))
+        world.trainer(submit(batch, samples_per_prompt=8, max_new_tokens=60))
+        for _ in range(12):
+            world.pass_time(0.1)
+            world.play(own, 1)
+            world.play(spot, 1)
+            world.hand_over()
+        world.say("wants", batch)
+        world.hand_over()
+        world.say("waits", batch)
+        world.pass_time(2.0)
+        world.play_out()
+        world.say("wants", batch)
+        world.hand_over()
+        world.pass_time(1.0)
+        world.say("trained", batch)
+        world.say("ended", batch, tokens=1000, train_s=1.0, rest_s=0.1)
+        world.trainer(ReleaseBatch(batch=batch))
+    policy = world.manager.windows.policy
+    assert isinstance(policy, Offload)
+    return policy
+
+
+@pytest.mark.parametrize("by_snapshot", [False, True])
+def test_a_restarted_manager_knows_what_windows_fitted(by_snapshot: bool) -> None:
+    first = JournaledTurnWorld()
+    before = learned(first)
+    assert before.plans
+    assert before.corrections
+    assert before.seconds
+    again = JournaledTurnWorld(list(first.manager.snapshot().records()) if by_snapshot else first.records)
+    policy = again.manager.windows.policy
+    assert isinstance(policy, Offload)
+    assert (policy.plans, policy.corrections, policy.seconds) == (before.plans, before.corrections, before.seconds)
+    # It is followed at once, long before speeds are learned again.
+    again.join_as("own", reserved=True)
+    again.join_as("spot", reserved=False)
+    again.say("begins", "train-9")
+    assert again.told("opened")[-1].window_s == before.length_s(1)
+    assert again.manager.policy.width == before.plans[1].width  # type: ignore[attr-defined]
+    # And a third manager knows it from the second one's journal, in which nothing was learned.
+    third = JournaledTurnWorld(list(again.manager.snapshot().records()))
+    assert isinstance(third.manager.windows.policy, Offload)
+    assert third.manager.windows.policy.corrections == before.corrections
 
 
 def test_a_plan_is_made_bit_by_bit_and_frames_are_answered_in_between() -> None:

@@ -22,6 +22,8 @@ Invariants, which the tests hold up:
   (`wire.SubmitBatch.taken_*`), so deliveries are not recorded: one that was sent and one that was taken in are told
   apart by its word alone.
 
+What windows fitted is there for each number of remote instances (`WindowFitted`, see `window_memory`).
+
 Not recorded: which instances there were, which join anew. Their names are, for what was taken from each: a run that
 knows what its engines drew can then say what was drawn twice.
 """
@@ -52,6 +54,7 @@ __all__ = [
     "Submitted",
     "Tokens",
     "Trainer",
+    "WindowFitted",
     "decode_record",
     "encode_record",
     "placed_records",
@@ -163,6 +166,17 @@ class Died(_Record, tag=12):
     """In seconds since 1970."""
 
 
+class WindowFitted(_Record, tag=13):
+    """What is known of the window for a number of remote instances; the last record of a number counts."""
+
+    fleet: int
+    plan: dict[str, float] | None = None
+    """Fields of a `Plan`."""
+    correction_s: float | None = None
+    window_s: float | None = None
+    """Where no plan was to be had."""
+
+
 Record = (
     Epoch
     | Trainer
@@ -177,6 +191,7 @@ Record = (
     | Struck
     | Accepted
     | Died
+    | WindowFitted
 )
 
 encode_record = msgspec.msgpack.Encoder().encode

@@ -27,6 +27,7 @@ from penstock.rollout.journal import (
     Submitted,
     Tokens,
     Trainer,
+    WindowFitted,
 )
 from penstock.sample import Finish
 from penstock.wire import column
@@ -56,6 +57,8 @@ class Recovered:
     """Output tokens taken so far, by the name of the instance that drew them."""
     deaths: deque[float] = field(default_factory=lambda: deque(maxlen=DEATHS_KEPT))
     """When machines were lost that no sample had killed, in seconds since 1970, the last ones."""
+    windows: dict[int, WindowFitted] = field(default_factory=dict)
+    """By number of remote instances."""
     cut_bytes: int = 0
     """That belong to no whole state: of a record that was not written whole, and of `set_aside`."""
     set_aside: list[str] = field(default_factory=list)
@@ -173,6 +176,8 @@ class Replay:
                 self._state.accepted.update(tokens)
             case Died(times=times):
                 self._state.deaths.extend(times)
+            case WindowFitted(fleet=fleet):
+                self._state.windows[fleet] = record
             case SnapshotEnd():
                 self.whole = True
 

@@ -73,9 +73,10 @@ class Snapshot:
         names: dict[str, str],
         accepted: Mapping[str, int],
         deaths: Iterable[float] = (),
+        windows: Iterable[Record] = (),
     ) -> Snapshot:
         """`names` of instances by id; `accepted` output tokens by such a name; `deaths` in seconds since 1970."""
-        head: list[Record] = [Accepted(dict(accepted)), Died(tuple(deaths))]
+        head: list[Record] = [Accepted(dict(accepted)), Died(tuple(deaths)), *windows]
         head += [Published(version, "earlier", digest) for version, digest in versions.earlier()]
         head.append(Trainer(session))
         head += [Published(*told) for told in versions.published()]

@@ -155,6 +155,7 @@ class Manager:
         self.tracker.strikes_needed = self.blame.strikes_needed(now)
         self.tracker.begin_epoch(self.epoch)
         self.trainer.restore(recovered)
+        self.windows.restore(recovered.windows)
         return self._decided()
 
     def on_journal(self, running: bool, message: str, now: float) -> Decisions:
@@ -176,6 +177,7 @@ class Manager:
             names={instance.id: instance.name for instance in self.fleet},
             accepted=self.accepted,
             deaths=[died_at + self.wall_offset_s for died_at in self.blame.deaths()],
+            windows=self.windows.memory.rows.values(),
         )
 
     # ---- agents

@@ -24,7 +24,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from penstock.errors import WireError
@@ -33,11 +33,13 @@ from penstock.rollout.balance import BalancePolicy, InstanceLoad
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.fleet import Fleet, Instance, State
+from penstock.rollout.journal import WindowFitted
 from penstock.rollout.offload import Facts, FixedWindow, Offload, Window, WindowView
 from penstock.rollout.outbox import TRAINER, Outbox
 from penstock.rollout.plan import Engine, Plan, Training
 from penstock.rollout.step_times import StepAccount
 from penstock.rollout.tracker import Tracker
+from penstock.rollout.window_memory import WindowMemory
 from penstock.sample import conversation_of
 from penstock.wire import HandOver, TrainerTurn, TurnGranted
 
@@ -141,6 +143,12 @@ class Windows:
         self._asked_at = 0.0
         self._measured = _Measured()
         self._thinking: _Thinking | None = None
+        self.memory = WindowMemory()
+        """Of the policy, as it outlives this manager."""
+
+    def restore(self, fitted: Mapping[int, WindowFitted]) -> None:
+        """What an earlier manager's windows had learned."""
+        self.policy = self.memory.restore(fitted)
 
     # ---- shown
 
@@ -409,6 +417,7 @@ class Windows:
             measured.rest_s = frame.rest_s
             times = step.account.times(frame.train_s)
             self.policy.ended(times)
+            self._out.records(self.memory.news(self.policy))
             learned = self.policy.learned
             if learned is not None:
                 self._out.emit(
@@ -449,13 +458,14 @@ class Windows:
         names = frozenset(instance.id for instance in fleet)
         if names == step.planned_for or (self._thinking is not None and self._thinking.names == names):
             return
-        facts = self._facts(step, fleet)
-        if facts is None or not isinstance(self.policy, Offload):
+        if not isinstance(self.policy, Offload):
             return
-        self._thinking = _Thinking(names, self.policy.planning(facts))
         known = self.policy.plans.get(len(fleet))
         if known is not None:
             self._widen(known)
+        facts = self._facts(step, fleet)
+        if facts is not None:
+            self._thinking = _Thinking(names, self.policy.planning(facts))
 
     def _widen(self, plan: Plan) -> None:
         if isinstance(self._balance, Balanced):
