@@ -36,3 +36,22 @@ async def alone(sample: Sample) -> float:
 
 
 _running = _most = 0
+
+
+def spoils(sample: Sample) -> float:
+    """Changes whatever of the sample can be changed."""
+    sample.row["parts"].append("spoiled")
+    sample.row["spoiled"] = True  # type: ignore[index]
+    sample.prompt.token_ids.append(9)  # type: ignore[attr-defined]
+    sample.token_ids[0] = 9
+    sample.token_ids.append(9)
+    sample.logprobs[0] = 9.0
+    assert sample.learned is not None
+    sample.learned[0] = 9
+    sample.response = "spoiled"
+    return 1.0
+
+
+async def spoils_later(sample: Sample) -> float:
+    await asyncio.sleep(0)
+    return spoils(sample)

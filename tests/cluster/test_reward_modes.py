@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from array import array
 from pathlib import Path
 
@@ -50,6 +52,48 @@ async def test_sync_takes_one_sample_after_another(mode: str, most: int, monkeyp
     results = await asyncio.gather(*(scorer.score(sample(k, "x", Path())) for k in range(4)))
     await scorer.close()
     assert max(result.value for result in results if isinstance(result, Score)) == most
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"), [("sync", "spoils"), ("thread", "spoils"), ("thread", "spoils_later"), ("process", "spoils")]
+)
+async def test_what_a_function_does_to_its_sample_reaches_nobody_else(mode: str, name: str) -> None:
+    """Rows are shared by a prompt's samples and by epochs, and tokens are trained on."""
+    row = {"parts": ["a"]}
+    prompt = Prompt(0, "q", [1], row, "here:1")
+    one = Sample(
+        SampleId("b", 0, 0), prompt, array("i", [1]), array("f", [-1.0]), (), Finish.STOP, "x", learned=array("b", [1])
+    )
+    scorer = Scorer(f"{HERE / 'reward_for_modes.py'}:{name}", mode=mode, timeout_s=60)
+    try:
+        assert await scorer.score(one) == Score(1.0)
+    finally:
+        await scorer.close()
+    assert (row, prompt.token_ids, one.response) == ({"parts": ["a"]}, [1], "x")
+    assert (one.token_ids, one.logprobs, one.learned) == (array("i", [1]), array("f", [-1.0]), array("b", [1]))
+
+
+NO_DEVICES = """
+import asyncio, sys
+from array import array
+from penstock.reward.scorer import Scorer
+from penstock.sample import Finish, Prompt, Sample, SampleId
+prompt = Prompt(0, "q", [1], {}, "here:1")
+sample = Sample(SampleId("b", 0, 0), prompt, array("i", [1]), array("f", [-1.0]), (), Finish.STOP, "")
+async def scored(mode):
+    scorer = Scorer("penstock.reward.verifiers:random_reward", mode=mode)
+    await scorer.start()
+    result = await scorer.score(sample)
+    await scorer.close()
+    return result
+print(*(type(asyncio.run(scored(mode))).__name__ for mode in ("sync", "thread", "process")), "torch" in sys.modules)
+"""
+
+
+def test_rewards_are_given_host_memory_and_touch_no_device_of_their_own() -> None:
+    """Nothing on the way to a reward function imports PyTorch, so no thread of it makes or moves a device's context."""
+    done = subprocess.run([sys.executable, "-c", NO_DEVICES], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["Score", "Score", "Score", "False"], done.stderr
 
 
 def test_a_mode_that_is_none_is_told_the_modes() -> None:

@@ -129,6 +129,7 @@ class Scorer:
     async def _call(self, sample: Sample) -> Score | Unscored:
         if self._processes is not None:
             return await self._processes.score(sample)
+        sample = sample.snapshot()  # what a function does to it must not reach what is trained on
         if self._threads is not None:
             result = await self._threads.call(sample)
             if not inspect.isawaitable(result):
