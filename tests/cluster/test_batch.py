@@ -27,8 +27,8 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
 
 
 @st.composite
-def named_values(draw: Any, rows: int | None = None) -> dict[str, Any]:
-    rows = draw(st.integers(0, 6)) if rows is None else rows
+def named_values(draw: Any, least_rows: int = 0) -> dict[str, Any]:
+    rows = draw(st.integers(least_rows, 6))
     seed = draw(st.integers(0, 1000))
     values: dict[str, Any] = {
         "numbers": tensor((rows, *draw(st.lists(st.integers(0, 3), max_size=2))), draw(st.sampled_from(DTYPES)), seed),
@@ -203,6 +203,11 @@ def test_numpy_arrays_of_numbers_strings_and_objects() -> None:
     assert got["s"] == ["a", "bé"]
     assert got["o"] == [{"a": 3}, [1.5]]
     assert got["u"].dtype == torch.uint16
+    odd = to_tensors(from_tensors({"backwards": np.arange(4)[::-1], "big": np.arange(4, dtype=">i4")}))
+    assert odd["backwards"].tolist() == [3, 2, 1, 0]
+    assert (odd["big"].tolist(), odd["big"].dtype) == ([0, 1, 2, 3], torch.int32)
+    with pytest.raises(BatchError, match=r"'when' is of datetime64\[D\]; a column holds bool"):
+        from_tensors({"when": np.array(["2020-01-01"], dtype="datetime64[D]")})
 
 
 @pytest.mark.parametrize(
@@ -210,6 +215,10 @@ def test_numpy_arrays_of_numbers_strings_and_objects() -> None:
     [
         (lambda: from_tensors({"a": torch.zeros(2), "b": torch.zeros(3)}), "different numbers of rows: a 2, b 3"),
         (lambda: from_tensors({"a": torch.tensor(1)}), "'a' has no rows"),
+        (lambda: from_tensors({"a": torch.eye(2).to_sparse()}), "'a' is torch.sparse_coo on cpu; .* dense"),
+        (lambda: from_tensors({"a": torch.eye(2).to_sparse_csr()}), "'a' is torch.sparse_csr on cpu; .* dense"),
+        (lambda: from_tensors({"a": torch.ones(2, device="meta")}), "on meta; its values must lie in memory"),
+        (lambda: from_tensors({"a": torch.nested.nested_tensor([])}), "a nested tensor without rows"),
         (lambda: from_tensors({"a": 3}), "'a' is int; it must be a tensor"),
         (lambda: from_tensors({"a": [1, object()]}), "column 'a', row 1: object is no JSON value"),
         (lambda: from_tensors({"a": [torch.zeros(1), torch.zeros(1, 1)]}), "rows have kinds"),

@@ -171,6 +171,35 @@ def test_a_threaded_launch_has_ended_everywhere_before_it_returns_and_tells_ever
     assert [str(error) for error in errors] == ["None", "rank 1 is full", "None"]
 
 
+def test_a_pool_that_takes_some_submissions_and_not_others_is_told_of_for_each_rank() -> None:
+    """Else the group would not know that it is out of step."""
+    reached: list[int] = []
+    go_on = threading.Event()
+
+    def submit(rank: int) -> None:
+        assert go_on.wait(DEADLINE_S)
+        reached.append(rank)
+
+    pool = SubmitPool("tight", 1, max_queued=1, submit_timeout_s=0.05)
+    begun = threading.Event()
+    pool.submit(lambda: (begun.set(), go_on.wait(DEADLINE_S)))
+    assert begun.wait(DEADLINE_S)
+    launched: list[Any] = []
+    launch = execute_of("all_multithread")[1].launch
+    launching = threading.Thread(target=lambda: launched.extend(launch([0, 1, 2, 3], submit, pool)))
+    launching.start()
+    launching.join(1.0)  # by then two ranks of four have been refused; the launch waits for the one that was not
+    assert launching.is_alive()
+    go_on.set()
+    launching.join(DEADLINE_S)
+    assert reached == [1]
+    assert [type(error) for error in launched] == [PoolFull, type(None), PoolFull, PoolFull]
+    pool.close()
+    with pytest.raises(ClusterError, match="pool tight is closed"):
+        launch([0, 1], submit, pool)
+    assert reached == [1], "where none could be submitted, none was"
+
+
 def test_counters_of_a_thousand_tasks_are_exact() -> None:
     def task(k: int) -> int:
         if k % 10 == 0:

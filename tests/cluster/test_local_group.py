@@ -28,6 +28,7 @@ from penstock.cluster import (
     from_tensors,
     to_tensors,
 )
+from penstock.cluster.payload import INLINE_BYTES
 
 DEADLINE_S = 60.0
 
@@ -108,6 +109,16 @@ def test_a_batch_that_was_put_goes_by_reference_and_so_do_its_slices(group: Work
     assert [len(part) for part in mixed] == [2, 200_000, 1]
     assert to_tensors(mixed[2])["x"].tolist() == [2]
     assert to_tensors(mixed[1])["x"].sum() == 200_000
+
+
+def test_arguments_below_the_measured_size_go_inline_and_larger_ones_by_shared_memory(group: WorkerGroup) -> None:
+    def prepared(nbytes: int) -> Any:
+        return group.workers.prepare(((from_tensors({"x": torch.zeros(nbytes, dtype=torch.uint8)}),), {}))
+
+    small, large = prepared(INLINE_BYTES - 1024), prepared(INLINE_BYTES)
+    assert (len(small.fds), len(large.fds)) == (0, 1)
+    assert len(small.body) > INLINE_BYTES - 1024
+    assert len(large.body) < 1024
 
 
 def test_what_one_worker_writes_nobody_else_sees(group: WorkerGroup) -> None:
@@ -210,6 +221,23 @@ def test_a_launch_that_reaches_some_workers_only_poisons_the_set(two: WorkerGrou
         two.plain(1)
 
 
+def test_a_launch_that_is_broken_off_poisons_the_set(two: WorkerGroup) -> None:
+    """Ctrl-C may come between two ranks, or in the middle of what one is sent."""
+    real = two.workers.submit
+
+    def interrupted(rank: int, *rest: Any) -> Any:
+        if rank == 1:
+            raise KeyboardInterrupt
+        return real(rank, *rest)
+
+    two.workers.submit = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        two.plain(1)
+    two.workers.submit = real  # type: ignore[method-assign]
+    with pytest.raises(GroupPoisoned, match=r"the launch of plain\(\) was broken off: KeyboardInterrupt"):
+        two.plain(1)
+
+
 def test_an_argument_that_cannot_cross_harms_nobody(two: WorkerGroup) -> None:
     with pytest.raises(ClusterError, match="can't cross to another process: function is neither plain data"):
         two.plain(lambda: None)
@@ -221,8 +249,10 @@ def test_an_argument_that_cannot_cross_harms_nobody(two: WorkerGroup) -> None:
 def test_a_wait_ends_at_its_deadline_and_names_who_is_late(two: WorkerGroup) -> None:
     stopped = two.workers.pids[1]  # type: ignore[attr-defined]
     os.kill(stopped, signal.SIGSTOP)
+    pending = two.plain.submit(1)
+    pending._sent[0].ticket.result(DEADLINE_S)  # rank 0 has answered, however slow the machine is
     with pytest.raises(CallTimeout, match=r"two: no answer to plain\(\) from rank 1 in 0.3 s"):
-        two.plain.submit(1).result(0.3)
+        pending.result(0.3)
     os.kill(stopped, signal.SIGCONT)
     assert two.plain(2) == [2, 2]
 

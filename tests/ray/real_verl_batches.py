@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 from tensordict import TensorDict
 from verl import DataProto
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
+
+from test_batch import named_values, same
 
 from penstock.cluster import (
     Batch,
@@ -41,6 +50,18 @@ def test_a_dataproto_comes_back_the_same_and_shares_its_tensors() -> None:
     assert back.non_tensor_batch["info"].tolist() == data.non_tensor_batch["info"].tolist()
     assert back.meta_info == data.meta_info
     assert to_tensors(batch)["ids"].data_ptr() == data.batch["ids"].data_ptr()
+
+
+@settings(deadline=None, max_examples=60)
+@given(named_values(least_rows=1))
+def test_any_batch_comes_back_from_a_tensordict_and_from_a_dataproto(values: dict[str, Any]) -> None:
+    batch = from_tensors(values, meta={"step": 3})
+    for back in (from_tensordict(to_tensordict(batch)), from_dataproto(to_dataproto(batch))):
+        got = to_tensors(back)
+        assert got.keys() == values.keys()
+        for name, value in values.items():
+            assert same(value, got[name]), name
+    assert from_dataproto(to_dataproto(batch)).meta == {"step": 3}
 
 
 def test_verls_own_operations_work_on_what_comes_back() -> None:

@@ -152,7 +152,14 @@ def _of_numpy(name: str, value: Any) -> Column:
         raise BatchError(f"column '{name}' has no rows: it is a single value")
     if value.dtype.kind in "OUS":
         return _of_list(name, value.tolist())
-    return _of_tensor(name, torch.from_numpy(value if value.flags.writeable else value.copy()))
+    if not value.dtype.isnative:
+        value = value.astype(value.dtype.newbyteorder("="))
+    if not value.flags.writeable or min(value.strides, default=0) < 0:
+        value = value.copy()
+    try:
+        return _of_tensor(name, torch.from_numpy(value))
+    except TypeError:
+        raise _no_kind(name, value.dtype) from None
 
 
 def _of_tensor(name: str, value: torch.Tensor) -> Column:
@@ -167,6 +174,8 @@ def _of_tensor(name: str, value: torch.Tensor) -> Column:
 def _of_tensor_list(name: str, rows: Sequence[torch.Tensor]) -> Column:
     import torch
 
+    if not rows:
+        raise BatchError(f"column '{name}': a nested tensor without rows says nothing of what they would be")
     kinds, dimensions = {_kind(name, row) for row in rows}, {row.ndim for row in rows}
     if len(kinds) > 1 or len(dimensions) > 1:
         raise BatchError(f"column '{name}': rows have kinds {sorted(kinds)} and {sorted(dimensions)} dimensions")
@@ -205,7 +214,7 @@ def _parts(values: Mapping[str, Any]) -> list[Part]:
 
 
 def _may_be_in_a_run(value: Any) -> bool:
-    if not hasattr(value, "is_nested") or value.is_nested or value.device.type != "cpu":
+    if not hasattr(value, "is_nested") or value.is_nested or value.is_sparse or value.device.type != "cpu":
         return False
     return value.ndim > 0 and 0 < value.nbytes < SMALL_BYTES
 
@@ -222,8 +231,14 @@ def _run(alike: Sequence[tuple[str, torch.Tensor]]) -> Run:
 def _kind(name: str, value: torch.Tensor) -> str:
     kind = str(value.dtype).removeprefix("torch.")
     if kind not in ITEM_BYTES:
-        raise BatchError(f"column '{name}' is of {kind}; a column holds {', '.join(ITEM_BYTES)}, text, bytes or JSON")
+        raise _no_kind(name, kind)
+    if str(value.layout) != "torch.strided" or value.device.type == "meta":
+        raise BatchError(f"column '{name}' is {value.layout} on {value.device}; its values must lie in memory, dense")
     return kind
+
+
+def _no_kind(name: str, kind: object) -> BatchError:
+    return BatchError(f"column '{name}' is of {kind}; a column holds {', '.join(ITEM_BYTES)}, text, bytes or JSON")
 
 
 def _memory(value: torch.Tensor) -> memoryview:

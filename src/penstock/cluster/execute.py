@@ -7,6 +7,7 @@ that whoever launches next finds all workers with the same calls. Knows nothing 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +32,15 @@ class Execute:
     ranks: Callable[[Sequence[int]], Sequence[int]]
     launch: Launch
     """Submits to every rank given; what each submission raised, in that order."""
-    worth_it: Callable[[Sequence[Arguments]], bool] = lambda arguments: True
-    """Whether calls with these arguments are launched so; else one after another."""
+    worth_it: Callable[[Sequence[Arguments]], bool] | None = None
+    """Whether calls with these arguments are launched so; else one after another. None: always."""
 
-    def launches(self, arguments: Sequence[Arguments]) -> Launch:
-        """What launches calls with these arguments."""
+    def launches(self, arguments: Sequence[Arguments], without_batches: bool = False) -> Launch:
+        """What launches calls with these arguments, or with what is left of them once batches go by reference."""
+        if self.worth_it is None:
+            return self.launch
+        if without_batches:
+            arguments = [_without_batches(given) for given in arguments]
         return self.launch if self.worth_it(arguments) else _serial
 
 
@@ -78,9 +83,19 @@ def _serial(ranks: Sequence[int], submit: Submit, pool: SubmitPool) -> list[Base
 def _threaded(ranks: Sequence[int], submit: Submit, pool: SubmitPool) -> list[BaseException | None]:
     if len(ranks) == 1:
         return _serial(ranks, submit, pool)
-    futures = [pool.submit(_tried, submit, rank) for rank in ranks[1:]]
-    first = _tried(submit, ranks[0])
-    return [first, *(future.result() for future in futures)]
+    futures: list[Future[BaseException | None]] = []
+    refused: BaseException | None = None
+    for rank in ranks[1:]:
+        try:
+            futures.append(pool.submit(_tried, submit, rank))
+        except ClusterError as error:
+            if not futures:
+                raise
+            refused = error  # the pool is full, or was closed: the others are out already, and must be told of
+            break
+    first = refused or _tried(submit, ranks[0])
+    told = [future.exception() or future.result() for future in futures]
+    return [first, *told, *[refused] * (len(ranks) - 1 - len(told))]
 
 
 def _is_heavy(arguments: Sequence[Arguments]) -> bool:
@@ -90,6 +105,12 @@ def _is_heavy(arguments: Sequence[Arguments]) -> bool:
     return sum(value.nbytes for value in values if isinstance(value, Batch)) >= THREADED_BYTES or not all(
         isinstance(value, small) for value in values
     )
+
+
+def _without_batches(arguments: Arguments) -> Arguments:
+    args, kwargs = arguments
+    left = {name: value for name, value in kwargs.items() if not isinstance(value, Batch)}
+    return tuple(value for value in args if not isinstance(value, Batch)), left
 
 
 register_execute("all", Execute(lambda ranks: ranks, _serial))

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.cluster.batch import Batch
-from penstock.cluster.dispatch import Arguments, Mesh, Shares, method_of, split_of
+from penstock.cluster.dispatch import Arguments, Mesh, Method, Shares, Split, method_of, split_of
 from penstock.cluster.errors import ClusterError, GroupPoisoned
-from penstock.cluster.execute import Execute, Launch, execute_of
+from penstock.cluster.execute import Execute, execute_of
 from penstock.cluster.pool import SubmitPool
 from penstock.cluster.workers import Sent, Workers
 
 CALL_TIMEOUT_S = 1800.0
+_Plan = tuple[Method, Split, str, Execute]
 
 
 class Pending:
@@ -42,9 +43,12 @@ class Pending:
         with self._lock:
             if not self._value:
                 left = max(0.0, self._end - time.monotonic()) if timeout_s is None else timeout_s
-                answers = dict(zip((call.rank for call in self._sent), self._workers.gather(self._sent, left)))
-                counted = [answers[rank] for rank in self._shares.answering if rank in answers]
-                self._value = [self._shares.collect(counted)]
+                answers = self._workers.gather(self._sent, left)
+                ranks = [call.rank for call in self._sent]
+                if ranks != list(self._shares.answering):
+                    by_rank = dict(zip(ranks, answers))
+                    answers = [by_rank[rank] for rank in self._shares.answering if rank in by_rank]
+                self._value = [self._shares.collect(answers)]
             return self._value[0]
 
 
@@ -85,6 +89,7 @@ class WorkerGroup:
         self.mesh = mesh or Mesh({"data": workers.size})
         self.execute_mode = execute_of(execute_mode, run_execute_mode)[0]
         self._worker = workers.class_of(role)
+        self._plans: dict[str, _Plan] = {}
         self._pool = pool
         self._timeout_s = timeout_s
         if self.mesh.size != workers.size:
@@ -116,61 +121,65 @@ class WorkerGroup:
         Raises WorkerFailed, GroupPoisoned and ClusterError.
         """
         self.workers.refuse_if_lost()
-        method = method_of(self._worker, name)
-        shares = split_of(method.dispatch)(self.mesh, method, args, kwargs)
-        named, mode = execute_of(method.execute, self.execute_mode)
+        method, split, named, mode = self._plans.get(name) or self._planned(name)
+        shares = split(self.mesh, method, args, kwargs)
         every = range(self.workers.size) if shares.only is None else shares.only
-        ranks = list(mode.ranks(every))
+        ranks = mode.ranks(every)
         if len(ranks) < len(every) and not shares.rank_zero_alone:
             raise ClusterError(
                 f"{self.role}.{name}(): execute mode '{named}' leaves out ranks whose share of a "
                 f"'{method.dispatch}' call nobody else has"
             )
         prepared = self._prepared(mode, ranks, shares.arguments)
-        light = [without_batches(shares.arguments[rank]) for rank in ranks]  # batches have been dealt with
-        sent = self._launched(mode.launches(light), ranks, name, prepared, set(shares.answering))
+        sent = self._launched(mode, ranks, name, shares, prepared)
         return Pending(self.workers, sent, shares, self._timeout_s)
 
+    def _planned(self, name: str) -> _Plan:
+        """What is the same for every call of a method."""
+        method = method_of(self._worker, name)
+        self._plans[name] = plan = (method, split_of(method.dispatch), *execute_of(method.execute, self.execute_mode))
+        return plan
+
     def _prepared(self, mode: Execute, ranks: Sequence[int], arguments: Sequence[Arguments]) -> dict[int, Any]:
-        """By rank; arguments that several ranks share are made ready once. Nothing has been sent if this raises."""
-        first_with: dict[int, int] = {}
-        for rank in ranks:
-            first_with.setdefault(id(arguments[rank]), rank)
+        """By identity of arguments: those that ranks share are made ready once. If it raises, nothing was sent."""
+        different = {id(arguments[rank]): arguments[rank] for rank in ranks}
+        if len(different) == 1:
+            return {key: self.workers.prepare(shared) for key, shared in different.items()}
+        keys = list(different)
         ready: dict[int, Any] = {}
 
-        def prepare(rank: int) -> None:
-            ready[rank] = self.workers.prepare(arguments[rank])
+        def prepare(k: int) -> None:
+            ready[keys[k]] = self.workers.prepare(different[keys[k]])
 
-        launch = mode.launches([arguments[rank] for rank in first_with.values()])
-        for error in launch(list(first_with.values()), prepare, self._pool):
+        launch = mode.launches(list(different.values()))
+        for error in launch(range(len(keys)), prepare, self._pool):
             if error is not None:
                 raise error
-        return {rank: ready[first_with[id(arguments[rank])]] for rank in ranks}
+        return ready
 
     def _launched(
-        self, launch: Launch, ranks: Sequence[int], name: str, prepared: dict[int, Any], answering: set[int]
+        self, mode: Execute, ranks: Sequence[int], name: str, shares: Shares, prepared: dict[int, Any]
     ) -> list[Sent]:
+        arguments, answering, workers = shares.arguments, shares.answering, self.workers
+        launch = mode.launches([arguments[rank] for rank in ranks], without_batches=True)  # they were dealt with
         sent: dict[int, Sent] = {}
 
         def submit(rank: int) -> None:
-            sent[rank] = self.workers.submit(rank, self.role, name, prepared[rank], rank in answering)
+            sent[rank] = workers.submit(rank, self.role, name, prepared[id(arguments[rank])], rank in answering)
 
-        with self.workers.order:
-            self.workers.refuse_if_lost()
-            errors = launch(ranks, submit, self._pool)
-            failed = [(rank, error) for rank, error in zip(ranks, errors) if error is not None]
-            if failed and sent:
-                rank, error = failed[0]
-                self.workers.lost = f"{name}() reached rank {', '.join(map(str, sorted(sent)))} and not {rank}: {error}"
-        if failed:
-            if sent:
-                raise GroupPoisoned(f"{self.workers.name}: {self.workers.lost}") from failed[0][1]
-            raise failed[0][1]
-        return [sent[rank] for rank in ranks]
-
-
-def without_batches(arguments: Arguments) -> Arguments:
-    """What is left of a call's arguments once batches go by reference."""
-    args, kwargs = arguments
-    left = {name: value for name, value in kwargs.items() if not isinstance(value, Batch)}
-    return tuple(value for value in args if not isinstance(value, Batch)), left
+        with workers.order:
+            workers.refuse_if_lost()
+            try:
+                errors = launch(ranks, submit, self._pool)
+            except ClusterError:
+                raise  # nothing was launched
+            except BaseException as error:
+                workers.lost = f"the launch of {name}() was broken off: {error!r}"
+                raise
+            if len(sent) == len(ranks):
+                return [sent[rank] for rank in ranks]
+            rank, cause = next((rank, error) for rank, error in zip(ranks, errors) if error)
+            if not sent:
+                raise cause
+            workers.lost = f"{name}() reached rank {', '.join(map(str, sorted(sent)))} and not {rank}: {cause}"
+        raise GroupPoisoned(f"{workers.name}: {workers.lost}") from cause

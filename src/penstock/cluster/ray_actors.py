@@ -7,7 +7,6 @@ where used; its own transport inside its cluster is the one place where objects 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import traceback
@@ -97,9 +96,9 @@ class _Prepared:
     references: tuple[Any, ...]
 
 
+_NOTHING = _Prepared((), {}, ())
 _Given = tuple[tuple[Any, ...], dict[str, Any], bool]
 """Arguments, and whether the answer is wanted."""
-_NOTHING: _Given = ((), {}, True)
 
 
 class _Failure(NamedTuple):
@@ -120,6 +119,12 @@ class _Actor:
     def ready(self) -> bool:
         return True
 
+    def _call_empty(self, role: str, method: str) -> Any:
+        try:
+            return getattr(self._objects[role], method)()
+        except Exception as error:  # noqa: BLE001  # the controller names it
+            return _failure(error)
+
     def _call(self, role: str, method: str, given: _Given, held: Sequence[Batch]) -> Any:
         def opened(value: Any) -> Any:
             return held[value.number].slice(value.start, value.stop) if isinstance(value, _Reference) else value
@@ -129,26 +134,40 @@ class _Actor:
             function = getattr(self._objects[role], method)
             value = function(*map(opened, args), **{name: opened(value) for name, value in kwargs.items()})
         except Exception as error:  # noqa: BLE001  # the controller names it
-            return _Failure(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+            return _failure(error)
         return value if answer else None
 
 
-def _entry(role: str, method: str) -> str:
-    return f"{role}__{method}"
+def _failure(error: Exception) -> _Failure:
+    return _Failure(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+
+
+def _entry(role: str, method: str, empty: bool) -> str:
+    return f"{role}__{method}" + ("__without_arguments" if empty else "")
 
 
 def _actor_class(roles: Mapping[str, type]) -> type:
-    """`_Actor` with a method of its own for each of the roles': to name it as an argument costs a sixth of a call."""
+    """`_Actor` with methods of its own for each of the roles': to name it as an argument costs a sixth of a call.
 
-    def entry(role: str, method: str) -> Any:
-        def call(self: _Actor, given: _Given = _NOTHING, *held: Batch) -> Any:
+    There are two for each: Ray binds arguments to a method's signature at every call, unless it has no parameters.
+    """
+
+    def with_arguments(role: str, method: str) -> Any:
+        def call(self: _Actor, given: _Given, *held: Batch) -> Any:
             return self._call(role, method, given, held)
+
+        return call
+
+    def without(role: str, method: str) -> Any:
+        def call(self: _Actor) -> Any:
+            return self._call_empty(role, method)
 
         return call
 
     named = [(role, name) for role, worker in roles.items() for name in dir(worker)]
     public = [(role, name) for role, name in named if not name.startswith("_") and callable(getattr(roles[role], name))]
-    return type("Worker", (_Actor,), {_entry(role, name): entry(role, name) for role, name in public})
+    entries = {_entry(*key, False): with_arguments(*key) for key in public}
+    return type("Worker", (_Actor,), entries | {_entry(*key, True): without(*key) for key in public})
 
 
 class RayWorkers(Workers):
@@ -184,11 +203,16 @@ class RayWorkers(Workers):
         remote = self._ray.remote(_actor_class(roles))
         given = {role: dict(values) for role, values in (arguments or {}).items()}
         self._actors: list[Any] = []
-        self._entries: dict[tuple[int, str, str], Any] = {}
+        self._entries: dict[tuple[str, str, bool], list[Any]] = {}
         for rank, bundle in enumerate(pool.bundles):
             own = {**(environment or {}), "RANK": str(rank), "WORLD_SIZE": str(self.size)}
             strategy = PlacementGroupSchedulingStrategy(pool.placement_group, bundle)
-            options = {"num_cpus": pool.cpus, "num_gpus": pool.gpus, "scheduling_strategy": strategy}
+            options = {
+                "num_cpus": pool.cpus,
+                "num_gpus": pool.gpus,
+                "scheduling_strategy": strategy,
+                "enable_task_events": False,  # an entry of each call in Ray's list of tasks takes 5 % of a small one
+            }
             self._actors.append(remote.options(**options).remote(own, dict(roles), given))
         ready = [Sent(rank, "__init__", actor.ready.remote()) for rank, actor in enumerate(self._actors)]
         try:
@@ -198,6 +222,9 @@ class RayWorkers(Workers):
             raise
 
     def prepare(self, arguments: Arguments) -> _Prepared:
+        args, kwargs = arguments
+        if not args and not kwargs:
+            return _NOTHING
         references: list[Any] = []
 
         def prepared(value: Any) -> Any:
@@ -211,26 +238,30 @@ class RayWorkers(Workers):
             references.append(self._ray.put(value))
             return _Reference(len(references) - 1, 0, len(value))
 
-        args, kwargs = arguments
         return _Prepared(
             tuple(map(prepared, args)), {name: prepared(value) for name, value in kwargs.items()}, tuple(references)
         )
 
     def submit(self, rank: int, role: str, method: str, prepared: _Prepared, answer: bool) -> Sent:
-        given = (prepared.args, prepared.kwargs, answer)
-        call = self._entries.get((rank, role, method))
-        if call is None:  # Ray makes them anew each time they are asked for
-            call = self._entries[rank, role, method] = getattr(self._actors[rank], _entry(role, method))
-        empty = answer and not prepared.args and not prepared.kwargs
-        reference = call.remote() if empty else call.remote(given, *prepared.references)
-        return Sent(rank, method, reference)
+        empty = answer and prepared is _NOTHING
+        calls = self._entries.get((role, method, empty))
+        if calls is None:  # Ray makes them anew each time they are asked for
+            name = _entry(role, method, empty)
+            calls = self._entries[role, method, empty] = [getattr(actor, name).remote for actor in self._actors]
+        if empty:
+            return Sent(rank, method, calls[rank]())
+        return Sent(rank, method, calls[rank]((prepared.args, prepared.kwargs, answer), *prepared.references))
 
     def gather(self, sent: Sequence[Sent], timeout_s: float) -> list[Any]:
         """As `Workers.gather`: one that failed or died is told while others still run."""
         end = time.monotonic() + timeout_s
         # Most calls end soon, and one request for all answers is the cheapest. Else it is told below what went wrong.
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            return self._checked(sent, self._ray.get([call.ticket for call in sent], timeout=min(timeout_s, SOON_S)))
+        try:
+            values = self._ray.get([call.ticket for call in sent], timeout=min(timeout_s, SOON_S))
+        except self._ray.exceptions.RayError:
+            pass
+        else:
+            return self._checked(sent, values)
         waiting = [call.ticket for call in sent]
         late = waiting
         while late and (left := end - time.monotonic()) >= 0:
@@ -262,12 +293,12 @@ class RayWorkers(Workers):
             values = [self._value(call) for call in sent]
         return self._checked(sent, values)
 
-    def _checked(self, sent: Sequence[Sent], values: Sequence[Any]) -> list[Any]:
+    def _checked(self, sent: Sequence[Sent], values: list[Any]) -> list[Any]:
         """Raises WorkerFailed for the first that says that it failed."""
-        if failed := [(call, value) for call, value in zip(sent, values) if isinstance(value, _Failure)]:
-            call, failure = failed[0]
+        if _Failure in map(type, values):
+            call, failure = next((call, value) for call, value in zip(sent, values) if isinstance(value, _Failure))
             raise WorkerFailed(self.name, call.rank, call.method, failure.cause, failure.traceback)
-        return list(values)
+        return values
 
     def _value(self, call: Sent) -> Any:
         try:
