@@ -70,6 +70,10 @@ def test_arguments_of_the_class_reach_it_and_rank_zero_answers_alone(group: Work
     assert group.who() == [0, "good day"]
 
 
+def test_a_dispatch_of_ones_own_says_who_is_called_and_what_the_answers_add_up_to(group: WorkerGroup) -> None:
+    assert group.times_rank(10) == 20, "of ranks 0 and 2"
+
+
 @pytest.mark.parametrize("mode", ["all", "all_multithread"])
 def test_each_dispatch_gives_the_same_under_each_mode(cluster: Cluster, group: WorkerGroup, mode: str) -> None:
     group = cluster.group(group.workers, execute_mode=mode)
