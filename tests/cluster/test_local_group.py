@@ -121,6 +121,7 @@ def test_arguments_below_the_measured_size_go_inline_and_larger_ones_by_shared_m
 
     small, large = prepared(INLINE_BYTES - 1024), prepared(INLINE_BYTES)
     assert (len(small.fds), len(large.fds)) == (0, 1)
+    assert (len(prepared(1 << 10).fds), len(prepared(1 << 20).fds)) == (0, 1), "as measured: INLINE_BYTES"
     assert len(small.body) > INLINE_BYTES - 1024
     assert len(large.body) < 1024
 
