@@ -36,9 +36,10 @@ class Restless(ShortestQueue):
             one, other = loads[source % len(loads)], loads[target % len(loads)]
             rows = placed(one.instance)
             self.seen = list(rows)
-            if rows and one is not other:
+            if rows:
                 lease = rows[sample % len(rows)].lease
-                found[lease] = Move(one.instance, lease, other.instance)
+                # To where it is already: it is put back among the waiting ones.
+                found[lease] = Move(one.instance, lease, "" if one is other else other.instance)
         return list(found.values())
 
     def finished(self, prompt: int, output_tokens: int) -> None:

@@ -10,6 +10,7 @@ from penstock.errors import ConfigError
 from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue, Report, ShortestQueue, load_policy
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.curves import Speed
+from penstock.rollout.plan import Plan
 
 TRUTH = Speed(0.01, 2e-4, 1e-6, 1e-5)
 
@@ -84,9 +85,9 @@ def test_the_faster_machine_gets_more() -> None:
     assert picks.count(0) > 2 * picks.count(1) > 0
 
 
-def test_the_longest_expected_remainder_goes_out_first() -> None:
-    assert learned().order([950, 0, 500]) == [1, 2, 0]
-    assert Balanced(4).order([950, 0, 500]) == [0, 1, 2]
+def test_the_prompt_with_the_least_expected_to_come_goes_out_first() -> None:
+    assert learned().order([950, 0, 500], [0, 1, 2]) == [0, 2, 1]
+    assert Balanced(4).order([950, 0, 500], [0, 1, 2]) == [0, 1, 2]
 
 
 def test_a_width_bounds_fresh_samples_and_not_moved_ones() -> None:
@@ -94,6 +95,27 @@ def test_a_width_bounds_fresh_samples_and_not_moved_ones() -> None:
     loads = [InstanceLoad("i0", 0, 32)]
     assert len(policy.assign(Queue(99), loads)) == 8
     assert len(policy.assign(Queue(0, moved=99), loads)) == 32
+
+
+def test_an_instance_behind_the_planned_pace_lets_the_prompts_with_the_most_to_come_wait() -> None:
+    policy = learned(0)
+    policy.follow(Plan(1.0, 10.0, pace_s=0.02))
+    short = [PlacedSample(k, 400, 464, True, 0, 1) for k in range(4)]
+    long = [PlacedSample(10 + k, 300, 364, True, 0, 2) for k in range(20)]
+    held = {"i0": short + long, "i1": rows(100, 2)}
+    loads = [InstanceLoad("i0", 24, 64), InstanceLoad("i1", 2, 64)]
+    for sample in (*range(4), *range(4)):
+        policy.finished(1, 500 + sample)
+    policy.report(Report("i0", 50 * TRUTH.step_s(24, 9136), 24.0, 9136.0, 24 * 50, 0))
+    moves = policy.moves(3, loads, held.__getitem__)
+    assert moves
+    assert {(move.source, move.target) for move in moves} == {("i0", "")}
+    assert all(move.lease >= 10 for move in moves)
+    stays = [row for row in short + long if row.lease not in {move.lease for move in moves}]
+    assert TRUTH.step_s(len(stays), sum(row.context_tokens for row in stays)) <= 0.0202
+    assert policy.assign(Queue(0, moved=2), [InstanceLoad("i0", len(stays), 64)]) == []
+    policy.batch_ended()
+    assert len(policy.assign(Queue(0, moved=2), [InstanceLoad("i0", len(stays), 64)])) == 2
 
 
 def test_replicas_of_a_prompt_meet_and_balance_costs_nothing() -> None:
@@ -143,7 +165,7 @@ class MostFree:
         best = max(range(len(loads)), key=lambda k: loads[k].max_running - loads[k].samples, default=0)
         return [best] * queue.waiting if loads else []
 
-    def order(self, output_tokens: list[int]) -> list[int]:
+    def order(self, output_tokens: list[int], prompts: list[int]) -> list[int]:
         return list(range(len(output_tokens)))
 
     def moves(self, waiting: int, loads: object, placed: object) -> list[object]:

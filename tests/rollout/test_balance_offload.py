@@ -66,6 +66,16 @@ def test_a_replay_generates_everything_once() -> None:
     assert busy_s == pytest.approx(tokens * TRAINING.token_s)
 
 
+def test_with_a_pace_everything_is_generated_once_too_and_the_plan_says_its_pace() -> None:
+    for pace_s in (0.0125, 0.015, 0.03):
+        for width in (0.2, 1.0):
+            plan = replay(GROUPS, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING, width, 5.0, pace_s)
+            tokens = sum(sum(row) + 32 * len(row) for row in GROUPS)
+            busy_s = plan.step_s - plan.trainer_wait_s - plan.window_s - TRAINING.switch_s - TRAINING.rest_s
+            assert busy_s == pytest.approx(tokens * TRAINING.token_s)
+            assert plan.pace_s == pace_s
+
+
 def test_a_trainer_that_waited_more_than_planned_lengthens_the_window_of_that_size_alone() -> None:
     offload = Offload()
     for remote in (3, 8):

@@ -93,6 +93,8 @@ class PlacedSample:
     """False: it waits there for a place."""
     moves: int = 0
     """Times it was moved by choice before."""
+    prompt: int = -1
+    """Row of its prompt in its batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class Move:
     source: str
     lease: int
     target: str
+    """Empty: it waits at the manager until there is room for it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +130,8 @@ class BalancePolicy(Protocol):
         """Indices into `loads` for the first waiting samples, in their order; those left out go on waiting."""
         ...
 
-    def order(self, output_tokens: Sequence[int]) -> list[int]:
-        """In which order moved samples that wait go out, as indices; each has so many tokens."""
+    def order(self, output_tokens: Sequence[int], prompts: Sequence[int]) -> list[int]:
+        """In which order moved samples that wait go out, as indices; each has so many tokens, and a prompt's row."""
         ...
 
     def moves(
@@ -182,7 +185,7 @@ class ShortestQueue:
             return picks
         return picks[: queue.moved] + _together(queue, picks[queue.moved :], queue.moved)
 
-    def order(self, output_tokens: Sequence[int]) -> list[int]:
+    def order(self, output_tokens: Sequence[int], prompts: Sequence[int]) -> list[int]:
         return list(range(len(output_tokens)))
 
     def moves(

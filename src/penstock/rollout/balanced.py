@@ -16,12 +16,13 @@ Until speeds are learned it is the shortest queue.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Report, ShortestQueue
+from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report, ShortestQueue
 from penstock.rollout.curves import AnswerLengths, Speed, StepCurve, drain_s
-from penstock.rollout.plan import Engine
+from penstock.rollout.plan import GROWTH, Engine, Plan, most_context
 
 __all__ = ["Balanced"]
 
@@ -40,6 +41,8 @@ class Balanced(ShortestQueue):
     gain: float = 0.08
     width: float = 1.0
     """Share of an instance's places that fresh samples may fill; set from a `Plan` at the start of a step."""
+    pace_s: float = math.inf
+    """Longest decode step, likewise: an instance whose steps would take longer runs fewer samples meanwhile."""
     lengths: AnswerLengths = field(default_factory=AnswerLengths)
     fleet_curve: StepCurve = field(default_factory=StepCurve)
     curves: dict[str, StepCurve] = field(default_factory=dict)
@@ -47,6 +50,11 @@ class Balanced(ShortestQueue):
     """Tokens of context that an instance held at most while samples waited at it."""
     _context: float = 0.0
     """Of one running sequence, as reported lately."""
+    _told: dict[str, Report] = field(default_factory=dict)
+    """The last report of each on the open batch."""
+    _most: dict[str, int] = field(default_factory=dict)
+    """Samples that an instance may hold at its pace, as of the last look."""
+    _per_prompt: int = 1
     _weights: dict[str, float] = field(default_factory=dict)
     """Worked out since the last report of each."""
 
@@ -61,6 +69,7 @@ class Balanced(ShortestQueue):
         for curve in (self.curves.setdefault(report.instance, StepCurve()), self.fleet_curve):
             curve.report(report.wall_s, report.running, report.context_tokens, report.tokens, report.prefilled)
         self._weights.pop(report.instance, None)
+        self._told[report.instance] = report
         if report.pending or report.instance in self._memory:
             # What it holds without anybody waiting fits, too.
             self._memory[report.instance] = max(self._memory.get(report.instance, 0.0), report.context_tokens)
@@ -74,11 +83,17 @@ class Balanced(ShortestQueue):
     def batch_ended(self) -> None:
         self.lengths.refresh()
         self._weights.clear()
+        self._told.clear()
+        self._most.clear()
 
     def gone(self, instance: str) -> None:
         self.curves.pop(instance, None)
-        self._memory.pop(instance, None)
-        self._weights.pop(instance, None)
+        for known in (self._memory, self._weights, self._told, self._most):
+            known.pop(instance, None)
+
+    def follow(self, plan: Plan) -> None:
+        """Runs as wide, and at the pace, that a plan says."""
+        self.width, self.pace_s = plan.width, plan.pace_s
 
     # ---- learned
 
@@ -104,10 +119,16 @@ class Balanced(ShortestQueue):
         speed = self.speed(load.instance)
         return None if speed is None else Engine(speed, load.max_running, starts_s, self.memory(load.instance))
 
+    def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
+        self._per_prompt = queue.samples_per_prompt
+        return super().assign(queue, loads)
+
     def room(self, load: InstanceLoad) -> int:
         if load.pending:
-            return load.samples - load.pending + self.max_pending
-        return self.places(load) + self.max_pending
+            room = load.samples - load.pending + self.max_pending
+        else:
+            room = self.places(load) + self.max_pending
+        return min(room, self._most.get(load.instance, room))
 
     def fresh_room(self, load: InstanceLoad) -> int:
         if self.width >= 1.0:
@@ -124,21 +145,74 @@ class Balanced(ShortestQueue):
             self._weights[load.instance] = known
         return known
 
-    def order(self, output_tokens: Sequence[int]) -> list[int]:
-        """Longest expected remainder first; what is equal stays as it is."""
+    def order(self, output_tokens: Sequence[int], prompts: Sequence[int]) -> list[int]:
+        """The prompt with the least expected to come first: the trainer takes whole prompts, and the sooner one is
+        whole, the less of it is under way. What is equal stays as it is."""
         if not self.lengths.known:
-            return super().order(output_tokens)
-        return sorted(range(len(output_tokens)), key=lambda k: -self.lengths.left(output_tokens[k]))
+            return super().order(output_tokens, prompts)
+        left = self._left_of_prompts(zip(prompts, output_tokens, strict=True))
+        return sorted(range(len(prompts)), key=lambda k: left[prompts[k]])
 
     # ---- moves
 
     def moves(
         self, waiting: int, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
     ) -> list[Move]:
-        if waiting or len(loads) < 2:
-            return []
+        found = self._keep_pace(loads, placed)
+        if found or waiting or len(loads) < 2:
+            return found
         found = self._move_pending(loads, placed)
         return found or self._move_running(loads, placed)
+
+    def _keep_pace(self, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]) -> list[Move]:
+        """Takes samples from the instances furthest behind the planned pace, and says how many each may hold.
+
+        What it takes is of the prompts with the most to come.
+        """
+        self._most.clear()
+        if math.isinf(self.pace_s):
+            return []
+        over: list[tuple[float, InstanceLoad, Speed]] = []
+        for load in loads:
+            told, speed = self._told.get(load.instance), self.speed(load.instance)
+            if told is None or speed is None:
+                continue
+            most = most_context(speed, self.pace_s, self.memory(load.instance), told.running)
+            if math.isinf(most):
+                continue
+            self._most[load.instance] = _may_hold(most, told.context_tokens, told.running)
+            if told.context_tokens > most:
+                over.append((told.context_tokens / max(1.0, most), load, speed))
+        over.sort(key=lambda row: -row[0])
+        found: list[Move] = []
+        for _, load, speed in over[:PAIRS]:
+            found += self._slow_down(load, speed, placed(load.instance))
+        return found
+
+    def _slow_down(self, load: InstanceLoad, speed: Speed, rows: Sequence[PlacedSample]) -> list[Move]:
+        context, count = float(sum(row.context_tokens for row in rows)), len(rows)
+        memory = self.memory(load.instance)
+        left = self._left_of_prompts((row.prompt, row.output_tokens) for row in rows)
+        found: list[Move] = []
+        for row in sorted(rows, key=lambda row: -left[row.prompt]):
+            if count < 2 or context <= most_context(speed, self.pace_s, memory, count):
+                break
+            if row.moves < self.max_moves:
+                found.append(Move(load.instance, row.lease, ""))
+                context -= row.context_tokens
+                count -= 1
+        self._most[load.instance] = _may_hold(most_context(speed, self.pace_s, memory, count), context, count)
+        return found
+
+    def _left_of_prompts(self, rows: Iterable[tuple[int, int]]) -> dict[int, float]:
+        """Expected tokens still to come, by prompt, from some of its unfinished samples: (prompt, tokens so far)."""
+        lefts: defaultdict[int, list[float]] = defaultdict(list)
+        for prompt, tokens in rows:
+            lefts[prompt].append(self.lengths.left(tokens))
+        return {
+            prompt: max(len(seen), self._per_prompt - self.lengths.ended(prompt)) * sum(seen) / len(seen)
+            for prompt, seen in lefts.items()
+        }
 
     def _move_pending(
         self, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
@@ -227,3 +301,9 @@ class Balanced(ShortestQueue):
         self, speed: Speed, load: InstanceLoad, held: Sequence[tuple[float, float, int, int]], prefill: float = 0.0
     ) -> float:
         return drain_s(speed, self.places(load), [(left, context) for left, context, _, _ in held], prefill)
+
+
+def _may_hold(most: float, context: float, count: float) -> int:
+    """Sequences like the `count` that an instance runs, so that the context of all stays below `most` for a while."""
+    spare = most - context - GROWTH * (count + 1)
+    return max(1, int(count + spare / (context / max(1.0, count) + GROWTH)))

@@ -102,7 +102,8 @@ class Balancing:
         """
         if len(batch.moved) > 1:
             rows = list(batch.moved)
-            batch.moved = deque(rows[k] for k in self.policy.order([sample.length for sample in rows]))
+            columns = [sample.length for sample in rows], [sample.prompt for sample in rows]
+            batch.moved = deque(rows[k] for k in self.policy.order(*columns))
         queue = Queue(
             fresh=batch.fresh,
             first_fresh=batch.samples - batch.fresh,
@@ -134,7 +135,7 @@ class Balancing:
 
     def moves(self, batch: Batch, loads: Sequence[InstanceLoad], now: float) -> list[Move]:
         """Samples of a batch that are better off elsewhere; asked at most every `MOVES_S`."""
-        if now - self._moved_at < MOVES_S or len(loads) < 2:
+        if now - self._moved_at < MOVES_S or not loads:
             return []
         self._moved_at = now
         if batch.name != self._moves_in:
@@ -155,5 +156,7 @@ class Balancing:
                 prompt = len(batch.prompt_bytes(sample.prompt)) // 4
                 running = sample.length > sample.placed_length or position < places
                 moves = self._moves_by_choice.get(sample, 0)
-                rows.append(PlacedSample(sample.lease, sample.length, prompt + sample.length, running, moves))
+                rows.append(
+                    PlacedSample(sample.lease, sample.length, prompt + sample.length, running, moves, sample.prompt)
+                )
         return rows

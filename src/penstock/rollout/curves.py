@@ -177,6 +177,10 @@ class AnswerLengths:
     def known(self) -> bool:
         return bool(self._sorted)
 
+    def ended(self, prompt: int) -> int:
+        """Answers to a prompt of the open batch that came to their end."""
+        return len(self._open.get(prompt, ()))
+
     @property
     def mean_progress(self) -> float:
         """Tokens that a running answer has, averaged over the time that all of them run: E[n^2] / 2 E[n]."""

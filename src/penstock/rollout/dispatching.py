@@ -77,7 +77,8 @@ class Dispatching:
         self._start(rows)
 
     def move(self, now: float) -> None:
-        """Takes samples from where they are and gives them to instances where they end sooner, if the policy says so.
+        """Takes samples from where they are and gives them to instances where they end sooner, or lets them wait, if
+        the policy says so.
 
         The oldest batch alone: it is what the trainer waits for.
         """
@@ -85,17 +86,22 @@ class Dispatching:
         if batch is None:
             return
         given: _Rows = {}
-        taken: _Rows = {}
+        taken: dict[tuple[str, bool], list[TrackedSample]] = {}
         for move in self._balancing.moves(batch, self._loads(batch), now):
-            sample = self._tracker.hand_on(move.source, move.lease, move.target)
+            if move.target:
+                sample = self._tracker.hand_on(move.source, move.lease, move.target)
+            else:
+                sample = self._tracker.put_back(move.source, move.lease)
             if sample is not None:
                 self._balancing.moved(sample)
                 self._out.stop(self._fleet.peer_of(move.source), [move.lease])
-                taken.setdefault(move.source, []).append(sample)
-                given.setdefault(move.target, []).append(sample)
-        for source, samples in taken.items():
+                taken.setdefault((move.source, bool(move.target)), []).append(sample)
+                if move.target:
+                    given.setdefault(move.target, []).append(sample)
+        for (source, elsewhere), samples in taken.items():
             tokens = sum(sample.length for sample in samples)
-            self.note_moved(source, len(samples), tokens, "they end sooner elsewhere")
+            cause = "they end sooner elsewhere" if elsewhere else "they wait, so that others end sooner"
+            self.note_moved(source, len(samples), tokens, cause)
         self._start(given)
 
     def note_moved(self, instance: str, samples: int, tokens: int, cause: str) -> None:

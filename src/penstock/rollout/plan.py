@@ -37,6 +37,10 @@ IDLE_COUNTS = 0.1
 keeps them busy is the less wide, and a wide one loses more where lengths turn out otherwise."""
 ELSEWHERE = (0.13, 0.25, 1.0)
 """Widths looked at whatever was best before."""
+PACES = (0.55, 0.65, 0.8, 0.95)
+"""Paces looked at, as shares of the decode step of an engine that is full."""
+PACED_WIDTHS = (0.35, 0.5)
+"""Widths looked at with a pace: a wide start costs little while answers are short, and the pace narrows it."""
 FINER = (0.05, -0.05, 0.025, -0.025)
 """Then around the best."""
 
@@ -75,6 +79,8 @@ class Plan:
     remote_wait_s: float = 0.0
     finished: float = 0.0
     """Share of the samples that are finished when the window ends."""
+    pace_s: float = math.inf
+    """Longest decode step: what would make it longer waits, those of the prompts with the most to come first."""
 
 
 @dataclass(slots=True)
@@ -86,17 +92,27 @@ class _Running:
     at_s: float
     steps: float = 0.0
     context: float = 0.0
-    ends: list[tuple[float, int, float]] = field(default_factory=list)
+    ends: list[tuple[float, int, float, int]] = field(default_factory=list)
+    let_in: int = 0
+    """Sequences so far, which is the last number in `ends`."""
     pending: deque[tuple[float, int, float]] = field(default_factory=deque)
     """(tokens left, group, prompt and full length) of those that memory has no room for."""
     fresh_room: int = 0
+    pace_s: float = math.inf
+    parked: list[tuple[float, int, float]] = field(default_factory=list)
+    """Taken off to keep its pace, and not yet waiting with the others."""
+    rank: Sequence[float] = ()
+    """Of groups, where there is a pace: what is of the last ones is taken off first."""
+
+    def most(self, count: int) -> float:
+        return most_context(self.engine.speed, self.pace_s, self.engine.memory, count)
 
     def due(self) -> float:
         """When its next sequence ends, or its memory is full."""
         count = len(self.ends)
         steps = max(0.0, self.ends[0][0] - self.steps)
-        if count > 1 and self.context + steps * count > self.engine.memory:
-            steps = max(0.0, (self.engine.memory - self.context) / count) + SLIVER
+        if count > 1 and self.context + steps * count > self.most(count):
+            steps = max(0.0, (self.most(count) - self.context) / count) + SLIVER
         return self.at_s + self.engine.speed.wall_s(steps, count, self.context)
 
     def advance(self, now: float) -> None:
@@ -126,20 +142,24 @@ class _Running:
 
     def settle(self) -> None:
         """Puts back what does not fit, and lets in what does."""
-        while self.context > self.engine.memory and len(self.ends) > 1:
-            # Of those that it may be, the one with the most to come is about the last one in.
-            last = max(self.ends)
+        while len(self.ends) > 1 and self.context > self.most(len(self.ends)):
+            # An engine puts back the last one in.
+            last = max(self.ends, key=lambda end: (self.rank[end[1]] if self.rank else 0, end[3]))
             self.ends.remove(last)
             heapq.heapify(self.ends)
             left = last[0] - self.steps
             self.context -= last[2] - left
-            self.pending.appendleft((left, last[1], last[2]))
+            if self.rank:
+                self.parked.append((left, last[1], last[2]))
+            else:
+                self.pending.appendleft((left, last[1], last[2]))
         while self.pending and self._fits(self.pending[0]):
             left, group, full = self.pending.popleft()
             has = full - left
             self.at_s += has * self.engine.speed.prefill_s
             self.context += has
-            heapq.heappush(self.ends, (self.steps + left, group, full))
+            heapq.heappush(self.ends, (self.steps + left, group, full, self.let_in))
+            self.let_in += 1
 
     def _fits(self, sequence: tuple[float, int, float]) -> bool:
         count = len(self.ends)
@@ -147,7 +167,20 @@ class _Running:
             return True
         if count >= self.engine.places:
             return False
-        return self.context + sequence[2] - sequence[0] + GROWTH * (count + 1) <= self.engine.memory
+        return self.context + sequence[2] - sequence[0] + GROWTH * (count + 1) <= self.most(count + 1)
+
+    def takes(self, sequence: tuple[float, int, float]) -> bool:
+        """Whether it would be given one that waits."""
+        if self.rank:
+            return not self.pending and self._fits(sequence)
+        return self.held < self.engine.places and len(self.pending) < WAITING
+
+
+def most_context(speed: Speed, pace_s: float, memory: float, count: float) -> float:
+    """Tokens of context with which a decode step of so many sequences keeps the pace, and fits."""
+    if math.isinf(pace_s) or speed.context_s <= 0:
+        return memory
+    return min(memory, max(0.0, (pace_s - speed.base_s - count * speed.sequence_s) / speed.context_s))
 
 
 def replay(
@@ -158,6 +191,7 @@ def replay(
     training: Training,
     width: float,
     window_s: float,
+    pace_s: float = math.inf,
 ) -> Plan:
     """The step that a choice leads to. `groups`: lengths of answers, by prompt.
 
@@ -168,30 +202,42 @@ def replay(
     waiting = deque(
         (float(length), group, prompt_tokens + length) for group, row in enumerate(groups) for length in row
     )
-    moved: deque[tuple[float, int, float]] = deque()
+    # Those of the group with the least in all first.
+    rank = [float(sum(row)) for row in groups]
+    paced = not math.isinf(pace_s)
+    moved: list[tuple[float, tuple[float, int, float]]] = []
     engines = [_Running(engine, True, engine.starts_s) for engine in remote]
     if window_s > 0:
         engines += [_Running(engine, False, engine.starts_s) for engine in reserved]
     for engine in engines:
         engine.fresh_room = max(1, round(width * engine.engine.places))
+        engine.pace_s, engine.rank = pace_s, rank if paced else ()
     missing = [len(row) for row in groups]
     complete: list[tuple[float, int]] = []
     events: list[tuple[float, int]] = []
 
+    def wait(rows: list[tuple[float, int, float]]) -> None:
+        for row in rows:
+            heapq.heappush(moved, (rank[row[1]], row))
+
     def fill(index: int) -> None:
         engine = engines[index]
         engine.settle()
-        while moved and _takes_moved(engine):
-            engine.give(*moved.popleft())
-        while not moved and waiting and engine.held < engine.may_have:
+        while moved and engine.takes(moved[0][1]):
+            engine.give(*heapq.heappop(moved)[1])
+        while not moved and waiting and engine.held < engine.may_have and (not paced or engine.takes(waiting[0])):
             engine.give(*waiting.popleft())
+        if engine.parked:
+            wait(engine.parked)
+            engine.parked.clear()
         if engine.ends:
             heapq.heappush(events, (engine.due(), index))
 
-    # One to each in turn, as the shortest queue deals them.
+    # A prompt to each in turn, as replicas are kept together.
     while waiting and any(engine.held < engine.may_have for engine in engines):
         for engine in engines:
-            if waiting and engine.held < engine.may_have:
+            prompt = waiting[0][1] if waiting else -1
+            while waiting and waiting[0][1] == prompt and engine.held < engine.may_have:
                 engine.give(*waiting.popleft())
     for index in range(len(engines)):
         fill(index)
@@ -204,15 +250,15 @@ def replay(
         if open_window and now >= window_s:
             open_window = False
             finished = 1 - sum(missing) / samples
-            moved.extend(_hand_over([engine for engine in engines if not engine.remote], window_s))
+            wait(_hand_over([engine for engine in engines if not engine.remote], window_s))
             engines = [engine for engine in engines if engine.remote]
             events.clear()
             for engine in engines:
                 engine.advance(window_s)
-            while moved and any(_takes_moved(engine) for engine in engines):
+            while moved and any(engine.takes(moved[0][1]) for engine in engines):
                 for engine in engines:
-                    if moved and _takes_moved(engine):
-                        engine.give(*moved.popleft())
+                    if moved and engine.takes(moved[0][1]):
+                        engine.give(*heapq.heappop(moved)[1])
             for index in range(len(engines)):
                 fill(index)
             continue
@@ -223,7 +269,7 @@ def replay(
             # Its memory is full.
             fill(index)
             continue
-        end, group, full = heapq.heappop(engine.ends)
+        end, group, full, _ = heapq.heappop(engine.ends)
         engine.steps = end
         engine.context = max(0.0, engine.context - full) if engine.ends else 0.0
         missing[group] -= 1
@@ -234,7 +280,7 @@ def replay(
         fill(index)
     window_s = min(window_s, last_s)
     plan = _trained(complete, len(groups[0]), training, width, window_s, last_s)
-    return replace(plan, finished=finished)
+    return replace(plan, finished=finished, pace_s=pace_s)
 
 
 def best_plan(
@@ -263,11 +309,13 @@ def search(
     """`best_plan`, one replay at a time: the best so far after each. Whoever may not stand still does others' work
     in between."""
     train_s = training.token_s * sum(sum(row) + prompt_tokens * len(row) for row in groups)
+    longest = prompt_tokens + max(max(row) for row in groups)
+    full_s = max((_full_s(engine, longest) for engine in (*remote, *reserved)), default=0.0)
     best: Plan | None = None
 
-    def looked(width: float, window_s: float) -> Plan:
+    def looked(width: float, window_s: float, pace_s: float = math.inf) -> Plan:
         nonlocal best
-        plan = replay(groups, prompt_tokens, remote, reserved, training, width, max(0.0, window_s))
+        plan = replay(groups, prompt_tokens, remote, reserved, training, width, max(0.0, window_s), pace_s)
         if best is None or _loss_s(plan) < _loss_s(best):
             best = plan
         return best
@@ -283,11 +331,17 @@ def search(
             for share in WINDOWS:
                 found = looked(width, share * train_s)
                 yield found
+        window_s = found.window_s
+        for pace in PACES:
+            for width in PACED_WIDTHS:
+                for part in (1.0, 0.85):
+                    found = looked(width, part * window_s, pace * full_s)
+                    yield found
     else:
-        found = looked(near.width, near.window_s)
+        found = looked(near.width, near.window_s, near.pace_s)
         yield found
         for share in (0.15, -0.15):
-            found = looked(found.width, found.window_s + share * train_s)
+            found = looked(found.width, found.window_s + share * train_s, found.pace_s)
             yield found
         # Wide and narrow each have a valley of their own; lengths and fleets decide which is deeper.
         window_s = found.window_s
@@ -295,31 +349,40 @@ def search(
             for part in (1.0, 0.85):
                 found = looked(width, part * window_s)
                 yield found
+        for pace in PACES:
+            found = looked(PACED_WIDTHS[-1], window_s, pace * full_s)
+            yield found
     at = min(range(len(WIDTHS)), key=lambda k: abs(WIDTHS[k] - found.width))
     for width in WIDTHS[max(0, at - 1) : at + 2]:
-        found = looked(width, found.window_s)
+        found = looked(width, found.window_s, found.pace_s)
         yield found
+    if not math.isinf(found.pace_s):
+        for pace in (1.1, 0.9):
+            found = looked(found.width, found.window_s, pace * found.pace_s)
+            yield found
     for share in FINER:
-        found = looked(found.width, found.window_s + share * train_s)
+        found = looked(found.width, found.window_s + share * train_s, found.pace_s)
         yield found
+
+
+def _full_s(engine: Engine, longest: float) -> float:
+    """A decode step of an engine that is full of answers half way through."""
+    count = min(float(engine.places), 2 * engine.memory / longest)
+    return engine.speed.step_s(count, count * longest / 2)
 
 
 def _loss_s(plan: Plan) -> float:
     return plan.step_s + IDLE_COUNTS * plan.remote_wait_s
 
 
-def _takes_moved(engine: _Running) -> bool:
-    return engine.held < engine.engine.places and len(engine.pending) < WAITING
-
-
 def _hand_over(reserved: Sequence[_Running], now: float) -> list[tuple[float, int, float]]:
-    """What the reserved engines hold, oldest prompt first."""
+    """What the reserved engines hold."""
     rows = []
     for engine in reserved:
         engine.advance(now)
-        rows += [(max(0.0, end - engine.steps), group, full) for end, group, full in engine.ends]
+        rows += [(max(0.0, end - engine.steps), group, full) for end, group, full, _ in engine.ends]
         rows += engine.pending
-    return sorted(rows, key=lambda row: row[1])
+    return rows
 
 
 def _trained(

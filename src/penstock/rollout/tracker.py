@@ -273,16 +273,17 @@ class Tracker:
         None where the lease is no longer in force, or the sample has all its tokens and only its end is to come, or
         is on trial where it is.
         """
-        placed = self._placed.get(source, {})
-        sample = placed.get(lease)
-        if sample is None or sample.complete is not None:
-            return None
-        if sample.length > sample.placed_length:
-            sample.strikes = sample.losses = 0
-        elif sample.strikes:
-            return None
-        del placed[lease]
-        return self._lease(sample, target)
+        sample = self._let_go(source, lease)
+        return None if sample is None else self._lease(sample, target)
+
+    def put_back(self, source: str, lease: int) -> TrackedSample | None:
+        """Takes a placed sample from an instance to wait again, with its tokens. None where `hand_on` has it."""
+        sample = self._let_go(source, lease)
+        if sample is not None:
+            sample.batch.placed -= 1
+            sample.lease, sample.instance = 0, ""
+            sample.batch.moved.append(sample)
+        return sample
 
     def leases_of(self, instance: str) -> int:
         """Samples that are with an instance now."""
@@ -415,6 +416,18 @@ class Tracker:
         return sum(batch.placed for batch in self._batches.values())
 
     # ---- within
+
+    def _let_go(self, source: str, lease: int) -> TrackedSample | None:
+        placed = self._placed.get(source, {})
+        sample = placed.get(lease)
+        if sample is None or sample.complete is not None:
+            return None
+        if sample.length > sample.placed_length:
+            sample.strikes = sample.losses = 0
+        elif sample.strikes:
+            return None
+        del placed[lease]
+        return sample
 
     def _lease(self, sample: TrackedSample, instance: str) -> TrackedSample:
         self._last_lease += 1

@@ -469,7 +469,7 @@ class Windows:
 
     def _widen(self, plan: Plan) -> None:
         if isinstance(self._balance, Balanced):
-            self._balance.width = plan.width
+            self._balance.follow(plan)
 
     def _facts(self, step: _Step, fleet: list[Instance]) -> Facts | None:
         """None while too little is known for a plan."""

@@ -27,6 +27,7 @@ from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Re
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
 from penstock.rollout.offload import Offload, StepTimes, Window, WindowView
+from penstock.rollout.plan import Plan
 from penstock.simulate.profiles import Profile
 from penstock.simulate.strategy import FixedSize, SizePolicy, Strategy, WindowPolicy
 
@@ -235,8 +236,8 @@ class _Wish:
 class _AlwaysWide(Balanced):
     """Fills instances as far as they go, whatever a plan says."""
 
-    def fresh_room(self, load: InstanceLoad) -> int:
-        return self.room(load)
+    def follow(self, plan: Plan) -> None:
+        pass
 
 
 def _colocated(profile: Profile, wish: _Wish) -> Strategy:

@@ -165,10 +165,14 @@ class Machine:
         rows = []
         for sample in self.running.values():
             done = int(self.progress(sample))
-            rows.append(PlacedSample(sample.lease, done, sample.prompt_tokens + done, True, sample.moves))
+            rows.append(
+                PlacedSample(sample.lease, done, sample.prompt_tokens + done, True, sample.moves, sample.prompt)
+            )
         for sample in self.pending:
             done = int(sample.done)
-            rows.append(PlacedSample(sample.lease, done, sample.prompt_tokens + done, False, sample.moves))
+            rows.append(
+                PlacedSample(sample.lease, done, sample.prompt_tokens + done, False, sample.moves, sample.prompt)
+            )
         return rows
 
     def report(self) -> Report | None:

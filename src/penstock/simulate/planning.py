@@ -29,7 +29,7 @@ def plan_step(world: World, fleet: list[Machine]) -> bool:
     training = profile.training
     timed = Training(world.token_s, training.micro_batch_samples, training.switch_s, training.optimizer_s)
     facts = Facts(balance.lengths.groups, profile.lengths.prompt_tokens, remote, reserved, timed)
-    balance.width = window.plan(facts).width
+    balance.follow(window.plan(facts))
     return True
 
 

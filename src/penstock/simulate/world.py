@@ -228,7 +228,8 @@ class World:
 
     def _order_moved(self, step: _Step) -> None:
         rows = list(step.moved)
-        step.moved = deque(rows[k] for k in self.strategy.balance.order([int(sample.done) for sample in rows]))
+        columns = [int(sample.done) for sample in rows], [sample.prompt for sample in rows]
+        step.moved = deque(rows[k] for k in self.strategy.balance.order(*columns))
 
     def lose(self, machine: Machine) -> None:
         """A machine is gone; its samples go on elsewhere."""
@@ -281,6 +282,7 @@ class World:
         waiting = len(step.moved) + len(step.samples) - step.fresh
         placed: Callable[[str], list[PlacedSample]] = lambda name: machines[name].placed()  # noqa: E731
         touched: set[str] = set()
+        parked = False
         for move in self.strategy.balance.moves(waiting, self.loads(list(machines.values())), placed):
             sample = self._leases.pop(move.lease, None)
             if sample is None or sample.where != move.source:
@@ -288,10 +290,18 @@ class World:
             machines[move.source].remove(sample)
             sample.moves += 1
             step.moves += 1
-            self._place(sample, machines[move.target])
-            touched |= {move.source, move.target}
+            touched.add(move.source)
+            if move.target:
+                self._place(sample, machines[move.target])
+                touched.add(move.target)
+            else:
+                self._requeue(sample)
+                parked = True
         for name in touched:
             self._settle(machines[name])
+        if parked:
+            self._order_moved(step)
+            self.dispatch()
 
     # ---- the trainer
 
