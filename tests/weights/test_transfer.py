@@ -303,7 +303,7 @@ class CutLink:
     def __init__(self, cut: CutAfter, link: WeightLink) -> None:
         self.cut = cut
         self.link = link
-        self.way, self.direct, self.kept, self.round_trip_s = link.way, False, False, link.round_trip_s
+        self.way, self.sees, self.direct, self.kept, self.round_trip_s = link.way, "", False, False, link.round_trip_s
 
     async def plan(self, ask: words.GetPlan) -> Planned:
         return await self.link.plan(ask)

@@ -472,7 +472,7 @@ class GatedLink:
     def __init__(self, gate: Gate, link: WeightLink) -> None:
         self.gate = gate
         self.link = link
-        self.way, self.direct, self.kept, self.round_trip_s = link.way, False, False, link.round_trip_s
+        self.way, self.sees, self.direct, self.kept, self.round_trip_s = link.way, "", False, False, link.round_trip_s
 
     async def plan(self, ask: words.GetPlan) -> Planned:
         return await self.link.plan(ask)
@@ -550,7 +550,7 @@ class LyingTransport:
     def __init__(self, manifest: Manifest, stream: bytes) -> None:
         self.manifest_, self.stream, self.closed = sign_manifest(manifest, TOKEN), stream, 0
 
-    way, direct, kept, round_trip_s = "tcp", False, False, 0.0
+    way, sees, direct, kept, round_trip_s = "tcp", "", False, False, 0.0
 
     async def connect(self, source: str, connect_s: float = 10.0, relay: bool = False) -> LyingTransport:
         return self

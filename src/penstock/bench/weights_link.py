@@ -62,16 +62,17 @@ def tensors_of(data: bytes) -> list[tuple[str, str, tuple[int, ...], memoryview]
 
 
 def be_an_instance() -> None:
-    """An instance in this process, that passes weights on: `address delay_s codec`.
+    """An instance in this process, that passes weights on: `address delay_s codec ways`.
 
     Gets version 0 and says "ready"; then gets each version that a line of standard input names, and says when it was
     there (the machine's monotonic clock). The base stays version 0.
     """
-    asyncio.run(_be_an_instance(sys.argv[1], float(sys.argv[2]), sys.argv[3]))
+    asyncio.run(_be_an_instance(sys.argv[1], float(sys.argv[2]), sys.argv[3], sys.argv[4]))
 
 
-async def _be_an_instance(store: str, delay_s: float, codec: str) -> None:
-    proxy, loader = DelayProxy(store, delay_s), WeightLoader(TOKEN, codec=codec, connections=4, relay_port=0)
+async def _be_an_instance(store: str, delay_s: float, codec: str, ways: str) -> None:
+    proxy = DelayProxy(store, delay_s)
+    loader = WeightLoader(TOKEN, codec=codec, connections=4, relay_port=0, ways=ways.split(",") if ways else [])
     async with proxy.listening() as address:
         loader.serves(await loader.pull(address, 0, 300))
         print("ready", proxy.passed, flush=True)
@@ -85,9 +86,9 @@ async def _be_an_instance(store: str, delay_s: float, codec: str) -> None:
 class InstanceProcess:
     """An instance in a process of its own."""
 
-    def __init__(self, store: str, delay_s: float, codec: str) -> None:
+    def __init__(self, store: str, delay_s: float, codec: str, ways: str = "") -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", BE, store, str(delay_s), codec],
+            [sys.executable, "-c", BE, store, str(delay_s), codec, ways],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -50,8 +50,8 @@ def over_shaped_links(before: bytes, after: bytes, size: int) -> list[Result]:
                 results += asyncio.run(_pause(folder, namespace))
             # On the slower link a quarter of the bytes take as long, and the processor has time.
             part = size if bounds else size // 4
-            for codec in ("delta", "raw"):
-                results.append(_eight(folder, namespace, rate, codec, before[:part], after[:part], bounds))
+            for codec, ways in (("delta", ""), ("delta", "shm"), ("raw", "")):
+                results.append(_eight(folder, namespace, rate, codec, ways, before[:part], after[:part], bounds))
     return results
 
 
@@ -98,8 +98,13 @@ async def _timed(loader: WeightLoader, address: str, version: int) -> float:
     return time.perf_counter() - began
 
 
-def _eight(folder: Path, namespace: str, rate: str, codec: str, before: bytes, after: bytes, bounds: bool) -> Result:
-    """Each round has a version of its own, with the same weights, so that nobody has anything of it yet."""
+def _eight(
+    folder: Path, namespace: str, rate: str, codec: str, ways: str, before: bytes, after: bytes, bounds: bool
+) -> Result:
+    """Each round has a version of its own, with the same weights, so that nobody has anything of it yet.
+
+    With `ways` the instances share this machine's memory; without, each has a copy, as on machines of their own.
+    """
     versions = [before] + [after] * (2 * ROUNDS)
     files = _files(folder, f"{codec}-{rate}", *versions)
     # Small chunks, since one has to be whole before it is passed on.
@@ -107,7 +112,7 @@ def _eight(folder: Path, namespace: str, rate: str, codec: str, before: bytes, a
     instances: list[InstanceProcess] = []
     try:
         asyncio.run(_encode_ahead(store.address, codec, 2 * ROUNDS))
-        instances += [InstanceProcess(store.address, ROUND_TRIP_S / 2, codec) for _ in range(INSTANCES)]
+        instances += [InstanceProcess(store.address, ROUND_TRIP_S / 2, codec, ways) for _ in range(INSTANCES)]
         sent = [instance.said()[1] for instance in instances]
         ones: list[float] = []
         eights: list[float] = []
@@ -124,10 +129,10 @@ def _eight(folder: Path, namespace: str, rate: str, codec: str, before: bytes, a
             instance.kill()
         store.kill()
     one_s, eight_s = statistics.median(ones), statistics.median(eights)
-    name = f"{INSTANCES} instances / 1 at {rate}, {codec}"
+    name = f"{INSTANCES} instances / 1 at {rate}, {codec}{', one copy in shared memory' if ways else ''}"
     note = (
-        f"{len(after) / 2**20:.0f} MiB: {one_s:.3f} s and {eight_s:.3f} s, each instance a process; the trainer sent "
-        f"{trainer_bytes / 1e6:.1f} MB for {INSTANCES}"
+        f"{len(after) / 2**20:.0f} MiB: {one_s:.3f} s and {eight_s:.3f} s, each instance a process that verifies; "
+        f"the trainer sent {trainer_bytes / 1e6:.1f} MB for {INSTANCES}"
     )
     ratio = eight_s / one_s
     return at_most(name, ratio, 1.5, "x", note) if bounds else Result(name, ratio, "x", note=note)

@@ -15,15 +15,18 @@ from pathlib import Path
 from penstock.errors import EngineError, WeightError
 from penstock.weights.choose import CODEC_CHOICES, QUANTIZED, Rates
 from penstock.weights.encodings import can_zipnn
-from penstock.weights.manifest import Manifest, StagedWeights
+from penstock.weights.manifest import Manifest, StagedWeights, encode_manifest
 from penstock.weights.memory import Recycled, host_buffer, usable_cores
 from penstock.weights.protocol import Layout
 from penstock.weights.puller import DEFAULT_MAX_BYTES, NoMemory, pull
 from penstock.weights.relay import Relay
 from penstock.weights.tcp import TcpTransport
-from penstock.weights.ways import fetchers_of
+from penstock.weights.ways import fetchers_of, lenders_of
 
 __all__ = ["WeightLoader", "came_by", "check_vocabulary"]
+
+SHARED = "shm"
+"""The way by which instances on one machine see each other's versions."""
 
 log = logging.getLogger("penstock.agent")
 
@@ -33,10 +36,11 @@ class WeightLoader:
 
     `codec` fixes how weights travel (auto measures). With `keep_base`, the version that serves stays in host memory, so
     that the next one can come as a difference; without, each comes in full. With `relay_port` (None for no relay, 0
-    for any free port) this machine passes weights on to others. What is cut goes on from `partial_folder`, where given.
-    `ways` are faster ways than TCP to be used where the source has them too (`weights.ways`); `layout` is the engine's.
-    Links stay open from one version to the next. With a base, so does the memory of the version before it: what is
-    needed at a swap anyway.
+    for any free port) this machine passes weights on to others, and with shared memory among `ways` instances on one
+    machine share one copy of a version, which one of them decodes and each verifies. What is cut goes on from
+    `partial_folder`, where given. `ways` are faster ways than TCP to be used where the source has them too
+    (`weights.ways`); `layout` is the engine's. Links stay open from one version to the next. With a base, so does the
+    memory of the version before it: what is needed at a swap anyway.
     """
 
     def __init__(
@@ -67,7 +71,9 @@ class WeightLoader:
         self._secure = tls is not None
         self._transport = TcpTransport(token, tls=tls, fetchers=fetchers_of(ways))
         self._layout = layout
-        self._memory = Recycled()
+        shared = lenders_of([SHARED], "") if relay_port is not None and SHARED in ways else []
+        self._lender = shared[0] if shared else None
+        self._memory = Recycled(lender=self._lender)
         self._relay: Relay | None = None
         self._rates = Rates(cores=usable_cores())
         self._base: StagedWeights | None = None
@@ -95,10 +101,11 @@ class WeightLoader:
 
     async def _pull(self, source: str, version: int, deadline_s: float) -> StagedWeights:
         if self._relay is None and self._relay_port is not None:
-            relay = Relay(self._token, port=self._relay_port, secure=self._secure)
+            lenders = [self._lender] if self._lender is not None else []
+            relay = Relay(self._token, port=self._relay_port, secure=self._secure, lenders=lenders)
             relay.start()
             self._relay = relay
-        return await pull(
+        staged = await pull(
             source,
             version,
             self._token,
@@ -111,9 +118,13 @@ class WeightLoader:
             rates=self._rates,
             relay=self._relay,
             partial=self._partial_folder,
-            memory=self._memory.buffer if self._keeps else host_buffer,
+            memory=self._memory.buffer if self._keeps or self._lender is not None else host_buffer,
             layout=self._layout,
         )
+        if self._lender is not None and self._relay is not None and (place := self._lender.place(staged.stream)):
+            self._lender.lend(staged.stream)
+            self._relay.lend(version, encode_manifest(staged.manifest), self._lender.kind, place)
+        return staged
 
     def serves(self, staged: StagedWeights) -> None:
         """The engine serves `staged`: only now is it what differences are applied to."""
@@ -124,6 +135,8 @@ class WeightLoader:
         relay, self._relay = self._relay, None
         if relay is not None:
             await relay.close()
+        if self._lender is not None:
+            self._lender.close()
 
 
 def came_by(staged: StagedWeights) -> str:

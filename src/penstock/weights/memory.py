@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.weights.transport import Lender
 
 
 def host_buffer(nbytes: int) -> memoryview:
@@ -24,20 +28,25 @@ class Recycled:
     """Buffers for one version after the other, each given out again once nothing refers to it any more.
 
     A model's worth of fresh pages costs more than the bytes of a difference that are written to them. Holds on to
-    `most` buffers.
+    `most` buffers. They are of `lender`'s memory where one is given and has any, and then not given out again while
+    others on this machine look at them.
     """
 
-    def __init__(self, most: int = 2) -> None:
+    def __init__(self, most: int = 2, lender: Lender | None = None) -> None:
         self._most = most
+        self._lender = lender
         self._held: list[mmap.mmap] = []
 
     def buffer(self, nbytes: int) -> memoryview:
         """A writable buffer of `nbytes`, whose content is anything."""
         for mapped in self._held:
             if len(mapped) == nbytes and _is_free(mapped):
-                return memoryview(mapped)
+                view = memoryview(mapped)
+                if self._lender is None or self._lender.claim(view):
+                    return view
+                view.release()
         self._held = [mapped for mapped in self._held if not _is_free(mapped)]
-        buffer = host_buffer(nbytes)
+        buffer = (self._lender.buffer(nbytes) if self._lender is not None else None) or host_buffer(nbytes)
         if isinstance(buffer.obj, mmap.mmap) and len(self._held) < self._most:
             self._held.append(buffer.obj)
         return buffer

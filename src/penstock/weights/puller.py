@@ -38,6 +38,8 @@ RELAY_CONNECT_S = 2.0
 """An instance that does not answer by then is left for the trainer's store."""
 WAIT_S = 5.0
 """That a store is asked to wait for what is on its way; then it is asked again."""
+SHARED_WAIT_S = 600.0
+"""For an instance on this machine that gets the version; it says sooner where nothing more of it comes."""
 PUSH_BYTES = 4 << 20
 """That a store may send behind its plan; more is asked for while they come."""
 DEFAULT_MAX_BYTES = 1 << 40
@@ -144,6 +146,8 @@ class _Pull:
                     except LinkLost as error:
                         await first.broke(error)
                     planned = await self._plan(first, codec, base)
+                if planned.relay and (shared := await self._shared(planned.relay, threads)) is not None:
+                    return shared
                 try:
                     return await self._come(first, planned, base, threads)
                 except (LinkLost, TokenRefused, OtherProtocol):
@@ -208,6 +212,39 @@ class _Pull:
             bytes_fetched=manifest.raw_nbytes,
             way=self._came_by,
         )
+
+    async def _shared(self, relay: str, threads: ThreadPoolExecutor) -> StagedWeights | None:
+        """The version where another instance on this machine has it whole, or will; None where that is not to be had.
+
+        Believed no more than a wire: the manifest is signed, and every tensor is verified here too.
+        """
+        step, link = Encoding(self._version), None
+        try:
+            link = await self._transport.connect(relay, RELAY_CONNECT_S, True)
+            if not link.sees:
+                self._transport.keep(relay, link)
+                link = None
+                return None
+            ask = GetOffers(version=self._version, wait_s=SHARED_WAIT_S)
+            planned = await link.plan(GetPlan(ask=ask, codec="raw"))
+            manifest = decode_manifest(planned.manifest)
+            manifest = self._believed(manifest, manifest.encoding, manifest.base_digest)
+            stream = await link.mapped(planned.place, manifest.raw_nbytes)
+            if self.relay is not None:
+                # Those behind need not wait for this one's checksums: they take their own.
+                self.relay.lend(self._version, planned.manifest, link.sees, planned.place)
+            await verify_in_place(manifest, stream, threads, self.rates.cores)
+            way = f"{link.sees} of the instance at {relay}"
+            self._transport.keep(relay, link)
+            link = None
+        except WeightError as error:
+            self._note(f"not to be seen at {relay}: {error}")
+            return None
+        finally:
+            if link is not None:
+                link.close()
+        tensors = split_tensors(manifest, stream)
+        return StagedWeights(manifest=manifest, tensors=tensors, stream=stream, steps=(step,), bytes_fetched=0, way=way)
 
     async def _come(
         self, first: Reconnecting, planned: Planned, base: StagedWeights | None, threads: ThreadPoolExecutor

@@ -1,7 +1,9 @@
 """An instance passes on what it has of a version, so that the trainer's link carries it about once.
 
 Serves the encodings of the newest versions, chunk by chunk as they come in and verify: whoever asks for one that is on
-its way waits. Behind the same token as the trainer's store; what it says is believed no more than any wire.
+its way waits. To those on the same machine it lends the version whole, once it lies in memory that they can see: one
+of them decodes it, and the others map and verify it. Behind the same token as the trainer's store; what it says is
+believed no more than any wire.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from penstock.weights.plan import Bytes
 from penstock.weights.protocol import GetOffers, NoSuchVersion, NotReady, Offers, Way
 from penstock.weights.server import Door, Lease, serve
 from penstock.weights.tls_socket import relay_server_context
+from penstock.weights.transport import Lender
 
 __all__ = ["Relay"]
 
@@ -38,20 +41,40 @@ class _Passing:
     """Replaced at each arrival, so that whoever waits looks again."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A version in memory that others on this machine can see."""
+
+    manifest: bytes
+    kind: str
+    place: str
+
+
 class Relay:
-    """`start`, then `expect` an encoding, and `put` each chunk of it once it is verified.
+    """`start`, then `expect` an encoding, and `put` each chunk of it once it is verified; `lend` the version once it is
+    whole, in memory that others on this machine see by one of `lenders`.
 
     `secure`: over TLS, with a certificate made for the occasion; either side is known by its proof of the token.
     Raises WeightError without a token, MissingExtra where no certificate can be made.
     """
 
-    def __init__(self, token: str, host: str = "", port: int = 0, wait_s: float = WAIT_S, secure: bool = False) -> None:
+    def __init__(
+        self,
+        token: str,
+        host: str = "",
+        port: int = 0,
+        wait_s: float = WAIT_S,
+        secure: bool = False,
+        lenders: Sequence[Lender] = (),
+    ) -> None:
         if not token:
             raise WeightError("an instance without the run's token can't pass weights on")
         tls, binding = relay_server_context() if secure else (None, b"")
         self._door = Door(token, tls, binding)
         self._host = host
         self._wait_s = wait_s
+        self._lenders = tuple(lenders)
+        self._whole: dict[int, _Whole] = {}
         self._passing: dict[Encoding, _Passing] = {}
         self._arrived = asyncio.Event()
         self._stop = asyncio.Event()
@@ -88,8 +111,7 @@ class Relay:
             self._passing[encoding] = _Passing(manifest, chunks)
         newest = sorted({key.version for key in self._passing})[-KEEP_VERSIONS:]
         self._passing = {key: passing for key, passing in self._passing.items() if key.version in newest}
-        self._arrived.set()
-        self._arrived = asyncio.Event()
+        self._stir()
 
     def put(self, encoding: Encoding, index: int, data: Bytes) -> None:
         """A chunk as it was on the wire, verified; its bytes must not change any more."""
@@ -98,6 +120,18 @@ class Relay:
             passing.have[index] = data
             passing.arrived.set()
             passing.arrived = asyncio.Event()
+            self._stir()
+
+    def lend(self, version: int, manifest: bytes, kind: str, place: str) -> None:
+        """The version of `manifest` (signed) lies whole at `place`, by the way `kind`; nobody writes there any more."""
+        self._whole[version] = _Whole(manifest, kind, place)
+        for old in sorted(self._whole)[:-KEEP_VERSIONS]:
+            del self._whole[old]
+        self._stir()
+
+    def _stir(self) -> None:
+        self._arrived.set()
+        self._arrived = asyncio.Event()
 
     # What is served.
 
@@ -107,7 +141,11 @@ class Relay:
     async def offers(self, ask: GetOffers) -> Offers:
         raise NoSuchVersion("it passes on what it has, and offers nothing")
 
-    async def open(self, encoding: Encoding, wait_s: float) -> Lease:
+    async def open(self, encoding: Encoding, wait_s: float, by: str = "") -> Lease:
+        if by:
+            return _WholeLease(await self._lent(encoding.version, wait_s))
+        if encoding not in self._passing and encoding.version in self._whole:
+            raise NoSuchVersion(f"it has not fetched {encoding}, but seen it in another instance's memory")
         try:
             async with asyncio.timeout(self._wait_s):
                 while encoding not in self._passing:
@@ -116,11 +154,48 @@ class Relay:
             raise NoSuchVersion(f"it has nothing of {encoding}") from None
         return _RelayLease(self._passing[encoding], encoding, self._wait_s)
 
+    async def _lent(self, version: int, wait_s: float) -> _Whole:
+        """Waits for as long as something of a version comes. Raises NotReady."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while version not in self._whole:
+                    async with asyncio.timeout(self._wait_s):
+                        await self._arrived.wait()
+        except TimeoutError:
+            raise NotReady(f"weight version {version} is not whole here") from None
+        return self._whole[version]
+
     def ways(self, said: Sequence[str]) -> tuple[Way, ...]:
-        return ()
+        found = (lender.way(one) for lender in self._lenders for one in said)
+        return tuple(way for way in found if way is not None)
 
     def relay(self, encoding: Encoding, address: str) -> str:
         return ""
+
+
+class _WholeLease:
+    """Where a version lies, for those who see it; they fetch no chunks by it."""
+
+    chunks = 0
+
+    def __init__(self, whole: _Whole) -> None:
+        self._whole = whole
+        self.manifest = whole.manifest
+
+    def nbytes(self, index: int) -> int:
+        return 0
+
+    def place(self, index: int, kind: str) -> tuple[str, int] | None:
+        return None
+
+    def whole(self, kind: str) -> str:
+        return self._whole.place if kind == self._whole.kind else ""
+
+    async def chunk(self, index: int) -> Bytes:
+        raise NotReady("a version that is lent whole is not sent in chunks")
+
+    def close(self) -> None:
+        return None
 
 
 class _RelayLease:

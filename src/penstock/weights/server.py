@@ -112,8 +112,9 @@ class Shelf(Protocol):
         """Raises NoSuchVersion."""
         ...
 
-    async def open(self, encoding: Encoding, wait_s: float) -> Lease:
-        """Raises NoSuchVersion, or NotReady where it is not there after `wait_s`."""
+    async def open(self, encoding: Encoding, wait_s: float, by: str = "") -> Lease:
+        """`by`: the kind of way by which the puller can map it whole. Raises NoSuchVersion, or NotReady where it is not
+        there after `wait_s`."""
         ...
 
     def ways(self, said: Sequence[str]) -> tuple[Way, ...]:
@@ -289,7 +290,7 @@ class _Reader:
         if request.codec != "raw":
             offered = await self._shelf.offers(ask)
             steps = choose(offered.offers, offered.raw_nbytes, request.measured, request.codec).steps
-        lease = await self._leased(steps[0], ask.wait_s)
+        lease = await self._leased(steps[0], ask.wait_s, request.by)
         relay = self._relay_for(steps[0], request.relay_port)
         place = lease.whole(request.by) if request.by else ""
         pushed = 0 if relay or place else _pushed(lease, request.push_bytes)
@@ -346,10 +347,10 @@ class _Reader:
         if lease is not None:
             lease.close()
 
-    async def _leased(self, encoding: Encoding, wait_s: float) -> Lease:
-        if self._lease is None or self._encoding != encoding:
+    async def _leased(self, encoding: Encoding, wait_s: float, by: str = "") -> Lease:
+        if self._lease is None or self._encoding != encoding or by:
             self._let_go()
-            self._lease = await self._shelf.open(encoding, min(max(wait_s, 0.0), MAX_WAIT_S))
+            self._lease = await self._shelf.open(encoding, min(max(wait_s, 0.0), MAX_WAIT_S), by)
             self._encoding = encoding
         return self._lease
 

@@ -419,7 +419,7 @@ class WeightStore:
             self._estimates[key] = found
         return Estimate(found.nbytes, found.encode_s / self._cores)
 
-    async def open(self, encoding: Encoding, wait_s: float) -> Lease:
+    async def open(self, encoding: Encoding, wait_s: float, by: str = "") -> Lease:
         if encoding.codec == "raw":
             await self._published(encoding.version, wait_s)
             held = self._hold(encoding.version)
@@ -438,14 +438,16 @@ class WeightStore:
         return tuple(way for way in found if way is not None)
 
     def relay(self, encoding: Encoding, address: str) -> str:
-        """Each who passes an encoding on is given the one that asked before it, so that they form a chain."""
+        """Each who passes an encoding on is given the one that asked before it, on its own machine where there is one,
+        else the first of the machine before: they form a chain that comes to each machine once."""
         with self._lock:
             relays = self._relays.setdefault(encoding, [])
             if address and address not in relays:
                 relays.append(address)
-                return relays[-2] if len(relays) > 1 else ""
-            place = relays.index(address) if address else len(relays)
-            return relays[place - 1] if place else ""
+            before = relays[: relays.index(address)] if address else relays[-1:]
+        firsts = {other.rpartition(":")[0]: other for other in reversed(before)}
+        near = [other for other in before if other.rpartition(":")[0] == address.rpartition(":")[0]]
+        return (near or sorted(firsts.values(), key=before.index) or [""])[-1]
 
     async def _coded_soon(self, version: int, wait_s: float) -> None:
         """A difference that is being encoded is worth a moment: without it a chain would seem broken."""

@@ -290,6 +290,10 @@ class TcpLink:
         return self._reader is not None
 
     @property
+    def sees(self) -> str:
+        return self._by if self._mapper is not None else ""
+
+    @property
     def way(self) -> str:
         if self._reader is not None or self._lent:
             return self._by

@@ -67,6 +67,11 @@ class WeightLink(Protocol):
         ...
 
     @property
+    def sees(self) -> str:
+        """The kind of way by which this end can map memory of the other; empty for none."""
+        ...
+
+    @property
     def kept(self) -> bool:
         """Whether it was open since before this pull: that it is dead then says nothing of the source."""
         ...

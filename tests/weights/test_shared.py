@@ -1,0 +1,97 @@
+"""Instances on one machine share one copy of a version: one decodes it, each verifies it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from test_transfer import assert_whole, store_of
+from test_weight_store import TOKEN
+
+from penstock.instance.loading import WeightLoader
+from penstock.weights import WeightStore
+from penstock.weights.manifest import Encoding
+from penstock.weights.shm import SharedMapper
+
+
+@contextlib.asynccontextmanager
+async def loaders(count: int, **options: object) -> AsyncIterator[list[WeightLoader]]:
+    made = [
+        WeightLoader(TOKEN, **{"codec": "delta", "ways": ["shm"], "relay_port": 0, **options}) for _ in range(count)
+    ]  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        for loader in made:
+            await loader.close()
+
+
+async def test_one_instance_fetches_and_the_others_see_it_through_each_other() -> None:
+    async with store_of(0, 1, 2, keep_versions=3) as (store, address), loaders(4) as parts:
+        for version in (0, 1, 2):
+            before = store.counters().get("bytes", 0)
+            first, *others = await asyncio.gather(*(loader.pull(address, version, 60) for loader in parts))
+            for weights in (first, *others):
+                assert_whole(weights, version)
+            came = [weights.bytes_fetched for weights in (first, *others)]
+            assert sorted(came)[:3] == [0, 0, 0], "three of them fetched nothing"
+            assert store.counters().get("bytes", 0) - before == max(came)
+            assert sum("shm of the instance at 127.0.0.1:" in weights.way for weights in (first, *others)) == 3
+            for loader, weights in zip(parts, (first, *others), strict=True):
+                loader.serves(weights)
+            del first, others, weights
+
+
+async def test_memory_that_others_look_at_is_not_written_to_for_the_next_version() -> None:
+    async with store_of(0, 1, 2, 3, keep_versions=4) as (_, address), loaders(2, codec="lossless") as (one, other):
+        seen = []
+        for version in range(4):
+            mine = await one.pull(address, version, 60)
+            seen.append(await other.pull(address, version, 60))
+            one.serves(mine)
+            del mine
+        for version, weights in enumerate(seen):
+            assert_whole(weights, version)
+
+
+async def test_what_is_seen_is_verified_and_what_does_not_verify_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = SharedMapper.map
+
+    def spoiled(self: SharedMapper, place: str, nbytes: int) -> memoryview:
+        data = bytearray(mapped(self, place, nbytes))
+        data[100] ^= 1
+        return memoryview(data)
+
+    async with store_of(0) as (_, address), loaders(2) as (one, other):
+        await one.pull(address, 0, 60)
+        monkeypatch.setattr(SharedMapper, "map", spoiled)
+        weights = await other.pull(address, 0, 60)
+        assert_whole(weights, 0)
+        assert weights.bytes_fetched > 0
+
+
+async def test_an_instance_that_is_gone_or_gets_nothing_is_left_for_the_trainer() -> None:
+    async with store_of(0, 1) as (_, address), loaders(3) as (one, other, third):
+        await one.pull(address, 0, 60)
+        await one.close()
+        weights = await other.pull(address, 0, 60)
+        assert_whole(weights, 0)
+        assert weights.bytes_fetched > 0
+        assert (await third.pull(address, 0, 60)).bytes_fetched == 0, "the second shares in its turn"
+
+
+async def test_without_shared_memory_instances_pass_chunks_on_as_they_come() -> None:
+    async with store_of(0) as (store, address), loaders(2, ways=[]) as (one, other):
+        await one.pull(address, 0, 60)
+        weights = await other.pull(address, 0, 60)
+        assert_whole(weights, 0)
+        assert weights.bytes_fetched == store.counters().get("bytes", 0) > 0
+
+
+def test_the_chain_of_instances_comes_to_each_machine_once() -> None:
+    store = WeightStore("run", "127.0.0.1", 0, TOKEN)
+    asked = ["a:1", "a:2", "b:1", "a:3", "b:2", "c:1", "", "b:1"]
+    told = [store.relay(Encoding(0), address) for address in asked]
+    assert told == ["", "a:1", "a:1", "a:2", "b:1", "b:1", "c:1", "a:1"]
