@@ -13,6 +13,8 @@ from test_weight_store import TOKEN
 from penstock.instance.loading import WeightLoader
 from penstock.weights import WeightStore
 from penstock.weights.manifest import Encoding
+from penstock.weights.protocol import NoSuchVersion
+from penstock.weights.relay import Relay
 from penstock.weights.shm import SharedMapper
 
 
@@ -80,6 +82,22 @@ async def test_an_instance_that_is_gone_or_gets_nothing_is_left_for_the_trainer(
         assert_whole(weights, 0)
         assert weights.bytes_fetched > 0
         assert (await third.pull(address, 0, 60)).bytes_fetched == 0, "the second shares in its turn"
+
+
+async def test_who_waits_for_a_version_that_its_neighbour_gave_up_for_a_newer_one_is_told() -> None:
+    relay = Relay(TOKEN)
+    waiting = asyncio.create_task(relay.open(Encoding(0), 600.0, "shm"))
+    relay.expect(Encoding(0), b"", 1)
+    relay.expect(Encoding(1), b"", 1)
+    with pytest.raises(NoSuchVersion, match="gone on from weight version 0 to a newer one"):
+        await waiting
+
+
+async def test_who_has_only_seen_a_version_says_at_once_that_it_has_no_chunks_of_it() -> None:
+    relay = Relay(TOKEN)
+    relay.lend(1, b"", "shm", "/dev/shm/somewhere")
+    with pytest.raises(NoSuchVersion, match="seen it in another instance's memory"):
+        await relay.open(Encoding(1, "delta", 0), 0.0)
 
 
 async def test_without_shared_memory_instances_pass_chunks_on_as_they_come() -> None:

@@ -155,10 +155,12 @@ class Relay:
         return _RelayLease(self._passing[encoding], encoding, self._wait_s)
 
     async def _lent(self, version: int, wait_s: float) -> _Whole:
-        """Waits for as long as something of a version comes. Raises NotReady."""
+        """Waits for as long as something of a version comes. Raises NotReady, or NoSuchVersion where it will not."""
         try:
             async with asyncio.timeout(wait_s):
                 while version not in self._whole:
+                    if any(key.version > version for key in self._passing):
+                        raise NoSuchVersion(f"it has gone on from weight version {version} to a newer one")
                     async with asyncio.timeout(self._wait_s):
                         await self._arrived.wait()
         except TimeoutError:
