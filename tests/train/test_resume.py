@@ -4,9 +4,12 @@ the sample's identity and the published weights alone, are the same run bit for 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import random
+import signal
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +64,10 @@ CONFIG = {
 }
 
 
+def timeless(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name not in TIMES and not name.startswith("time/")}
+
+
 class Words:
     def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
         self._prompts = prompts
@@ -106,13 +113,20 @@ class Run:
             stop_ids=(2,),
             edge=edge,
             emit=self.events.append,
-            record=lambda step, metrics: self.metrics.__setitem__(step, dict(metrics)),
+            record=self._record,
             record_samples=lambda step, samples: self.samples.update(
                 {sample.id: (step, sample.response, sample.score) for sample in samples}
             ),
             checkpoints=Checkpoints(folder, 3),
         )
+        self.folder = folder
+        self.folder.mkdir(exist_ok=True)
         Trainer(config, Learner(config, self.actor, self.critic), ports, start_step=start).run()
+
+    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.metrics[step] = dict(metrics)
+        with (self.folder.parent / f"{self.folder.name}.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
 
     def _speak(self, batch: str, sample: FinishedSample) -> FinishedSample:
         """What an engine with these weights says: other weights, other tokens."""
@@ -126,10 +140,7 @@ class Run:
         )
 
     def told(self) -> dict[int, dict[str, float]]:
-        return {
-            step: {name: value for name, value in metrics.items() if name not in TIMES and not name.startswith("time/")}
-            for step, metrics in self.metrics.items()
-        }
+        return {step: timeless(metrics) for step, metrics in self.metrics.items()}
 
     def asked(self) -> dict[str, list[int]]:
         return {batch: prompts for batch, (_, _, prompts) in self.rollout.batches.items()}
@@ -169,3 +180,93 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(
         # The second holds the optimizer's and the random state.
         one, other = ((tmp_path / run / "step-000004" / file).read_bytes() for run in ("whole", "parts"))
         assert one == other, file
+
+
+class Moments:
+    """Counts what a run does, before and after each of it; `fatal` is the one at which its process gets SIGKILL."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fatal = -1
+        self.names: list[str] = []
+        parts: list[tuple[Any, list[str]]] = [
+            (Actor, ["begin_step", "with_old_logprobs", "accumulate", "optimizer_step", "named_tensors"]),
+            (Critic, ["with_values", "accumulate", "optimizer_step"]),
+            (FakeRollout, ["submit", "release", "report_step", "publish"]),
+            (Run, ["_record"]),
+            # The thread that writes a checkpoint does these, whatever the main one is at.
+            (os, ["fsync", "replace"]),
+        ]
+        for owner, methods in parts:
+            for name in methods:
+                monkeypatch.setattr(owner, name, self._seen(f"{owner.__name__}.{name}", getattr(owner, name)))
+
+    def _seen(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def seen(*arguments: Any, **options: Any) -> Any:
+            self._pass(f"before {name}")
+            result = function(*arguments, **options)
+            self._pass(f"after {name}")
+            return result
+
+        return seen
+
+    def _pass(self, name: str) -> None:
+        if len(self.names) == self.fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.names.append(name)
+
+
+KILLS = 6
+
+
+@pytest.mark.slow
+def test_a_run_killed_anywhere_in_a_step_goes_on_as_the_one_that_was_not(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL at moments spread over the whole run: in passes, optimizer steps, the words with the manager, the
+    publishing, half-written checkpoints. Metrics of every step and the last checkpoint's bytes are those of a whole
+    run."""
+    options = {**PPO, "checkpoint_every": 1}
+    moments = Moments(monkeypatch)
+
+    def go(folder: Path, seed: int, *, resume: bool) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        with EdgeLoop() as edge:
+            Run(model_folder, folder, edge, resume=resume, **options)
+
+    go(tmp_path / "whole", 3, resume=False)
+    names = list(moments.names)
+    chance = random.Random(os.environ.get("PENSTOCK_KILL_SEED", "7"))
+    first = next(k for k, name in enumerate(names) if "replace" in name)
+    size = (len(names) - first) / KILLS
+    fatal = [int(first + (k + chance.random()) * size) for k in range(KILLS)]
+    expected = {row["step"]: timeless(row) for row in read_rows(tmp_path / "whole.jsonl")}
+    died_at = []
+    for moment in fatal:
+        folder = tmp_path / f"killed-{moment}"
+        child = os.fork()
+        if child == 0:
+            moments.names.clear()
+            moments.fatal = moment
+            go(folder, 3, resume=False)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status):
+            # The checkpoint's thread is in another order with the main one, and this run had fewer moments left.
+            assert os.waitstatus_to_exitcode(status) == 0
+            continue
+        died_at.append(moment)
+        if not any(folder.glob("step-*")):
+            # Before its first checkpoint was whole there is nothing to go on from, and nothing that looks like it.
+            continue
+        go(folder, 99, resume=True)
+        rows = {row["step"]: timeless(row) for row in read_rows(tmp_path / f"killed-{moment}.jsonl")}
+        assert rows == expected, names[moment]
+        for file in ("model.safetensors", "trainer.safetensors", "critic.safetensors"):
+            one, other = (path / "step-000004" / file for path in (tmp_path / "whole", folder))
+            assert one.read_bytes() == other.read_bytes(), (names[moment], file)
+    assert len(died_at) > KILLS / 2
+
+
+def read_rows(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
