@@ -24,7 +24,7 @@ from penstock.train.policy_losses import ppo_clip
 from penstock.train.ranks import BeginStep, Ranks, pack, unpack
 
 SCRIPT = Path(rank_scenes.__file__)
-PATIENCE_S = 240
+PATIENCE_S = 480
 
 
 def torchrun(ranks: int, *words: str) -> None:

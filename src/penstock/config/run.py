@@ -344,7 +344,7 @@ class EnvironmentConfig(_Section):
 
 
 class ClusterConfig(_Section):
-    """How the run's workers are called: those of `reward.model` (docs/cluster.md)."""
+    """How the run's workers are called: those of `reward.model` and `train.reference` (docs/cluster.md)."""
 
     execute_mode: str = "all"
     """How calls are launched: `all` in turn, `all_multithread` from a pool of threads, or on `rank_zero` alone."""
