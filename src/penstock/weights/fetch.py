@@ -204,8 +204,8 @@ class Fetch:
 
     async def _ask_ahead(self, link: WeightLink, asked: deque[int]) -> None:
         on_its_way = sum(self._nbytes[index] for index in asked)
-        if on_its_way >= min(AHEAD_BYTES, self._share):
-            return
+        if asked and on_its_way > min(AHEAD_BYTES, self._share) // 2:
+            return  # One message asks for several.
         batch = self._queue.take_batch(self._nbytes, min(AHEAD_BYTES - on_its_way, self._share))
         if not batch:
             return

@@ -69,8 +69,8 @@ PUSH_SHARES = 4
 """Of a small version no more than one part in so many is pushed: the rest is for the puller's other connections."""
 PUSH_LEAST_BYTES = 1 << 20
 PUSH_MOST_BYTES = 8 << 20
-JOIN_BYTES = 64 * 1024
-"""Smaller pieces go out as one with their header."""
+SEND_BYTES = 16 << 20
+"""Chunks that are there go out together, up to so much."""
 
 log = logging.getLogger(__name__)
 
@@ -301,7 +301,7 @@ class _Reader:
         if place:
             self._shelf.count(f"lent_by_{request.by}")
         for index in range(pushed):
-            await self._send_chunk(lease, index)
+            await self._framed.send(*await self._reply(lease, index))
 
     async def _send_manifest(self, ask: GetManifest) -> None:
         lease = await self._leased(ask.encoding, ask.wait_s)
@@ -319,28 +319,29 @@ class _Reader:
         lease = await self._leased(ask.encoding, 0.0)
         if len(ask.indices) > MAX_BATCH:
             return await self._refuse("request", f"{len(ask.indices)} chunks at once are over the limit of {MAX_BATCH}")
+        parts: list[Bytes] = []
         for index in ask.indices:
             if not 0 <= index < lease.chunks:
+                await self._framed.send(*parts)
                 return await self._refuse("request", f"{ask.encoding} has no chunk {index}")
             lent = lease.place(index, ask.by) if ask.by else None
             if lent is None:
-                await self._send_chunk(lease, index)
-                continue
-            nbytes = lease.nbytes(index)
-            await self._send(ChunkReply(nbytes=nbytes, place=lent[0], offset=lent[1]))
-            self._shelf.count(f"chunks_by_{ask.by}")
+                parts += await self._reply(lease, index)
+            else:
+                parts.append(encode_message(ChunkReply(nbytes=lease.nbytes(index), place=lent[0], offset=lent[1])))
+                self._shelf.count(f"chunks_by_{ask.by}")
+            # The next one may have to be waited for.
+            if not lease.nbytes(index) or sum(map(len, parts)) > SEND_BYTES:
+                await self._framed.send(*parts)
+                parts.clear()
+        await self._framed.send(*parts)
         return True
 
-    async def _send_chunk(self, lease: Lease, index: int) -> None:
+    async def _reply(self, lease: Lease, index: int) -> tuple[Bytes, Bytes]:
         data = await lease.chunk(index)
-        header = encode_message(ChunkReply(nbytes=len(data)))
-        if len(data) < JOIN_BYTES:
-            await self._framed.send(header + data)
-        else:
-            await self._framed.send(header)
-            await self._framed.send(memoryview(data))
         self._shelf.count("chunks")
         self._shelf.count("bytes", len(data))
+        return encode_message(ChunkReply(nbytes=len(data))), data
 
     def _let_go(self) -> None:
         lease, self._lease = self._lease, None

@@ -20,8 +20,9 @@ import msgspec
 
 from penstock.errors import WeightError
 from penstock.weights.addresses import format_address, parse_addresses
+from penstock.weights.bulk import BULK_BYTES, BulkSocket, after
 from penstock.weights.manifest import Encoding
-from penstock.weights.plan import digest
+from penstock.weights.plan import Bytes, digest
 from penstock.weights.protocol import (
     LENGTH,
     MAGIC,
@@ -58,6 +59,8 @@ from penstock.weights.transport import CONNECT_S, Fetcher, Mapper, Planned, Read
 
 IO_S = 20.0
 """A peer that moves no byte for so long is given up."""
+PIECE_BYTES = 64 * 1024
+"""Moved on the loop at once; a larger rest goes by a thread again."""
 HANDSHAKE_S = 30.0
 KEEP_S = 300.0
 """A link on which nothing was said for so long is opened anew: on the way, somebody may have forgotten it."""
@@ -73,7 +76,7 @@ log = logging.getLogger(__name__)
 class Framed(Protocol):
     """What carries messages and raw bytes, plain or over TLS; any trouble is a LinkLost."""
 
-    async def send(self, data: bytes | memoryview) -> None: ...
+    async def send(self, *parts: Bytes) -> None: ...
 
     async def read_into(self, into: memoryview) -> None: ...
 
@@ -92,37 +95,62 @@ class FramedSocket:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(sock)
         self._socket = sock
+        self._bulk = BulkSocket(sock)
+        self._buffer = memoryview(bytearray(PIECE_BYTES))
+        self._ahead = self._buffer[:0]
+        """Read and not asked for yet."""
         self._peer = peer
         self._io_s = io_s
         self._loop = asyncio.get_running_loop()
 
-    async def send(self, data: bytes | memoryview) -> None:
-        """Sends all of `data`; the deadline is for each piece, so that a slow peer differs from a dead one."""
-        view = memoryview(data)
-        piece = 1 << 20
-        for start in range(0, len(view), piece):
-            try:
-                async with asyncio.timeout(self._io_s):
-                    await self._loop.sock_sendall(self._socket, view[start : start + piece])
-            except TimeoutError:
-                raise LinkLost(f"{self._peer} took no byte for {self._io_s:g} s") from None
-            except OSError as error:
-                raise LinkLost(f"the connection to {self._peer} broke: {error}") from error
+    async def send(self, *parts: Bytes) -> None:
+        """Sends all of `parts`; the deadline is for each piece, so that a slow peer differs from a dead one."""
+        left = [memoryview(part) for part in parts]
+        try:
+            while left:
+                if sum(map(len, left)) >= BULK_BYTES:
+                    left = after(left, await self._bulk.send_some(left))
+                if len(left) > 1 and sum(map(len, left)) < BULK_BYTES:
+                    left = [memoryview(b"".join(left))]
+                if left:
+                    piece = left[0][:PIECE_BYTES]
+                    async with asyncio.timeout(self._io_s):
+                        await self._loop.sock_sendall(self._socket, piece)
+                    left = after(left, len(piece))
+        except TimeoutError:
+            raise LinkLost(f"{self._peer} took no byte for {self._io_s:g} s") from None
+        except OSError as error:
+            raise LinkLost(f"the connection to {self._peer} broke: {error}") from error
 
     async def read_into(self, into: memoryview, wait_s: float = 0.0) -> None:
-        """Fills all of `into`."""
+        """Fills all of `into`. Small reads take what else is there with them, for the next ones."""
         filled = 0
-        while filled < len(into):
-            try:
+        try:
+            while filled < len(into):
+                if self._ahead:
+                    found = self._ahead[: len(into) - filled]
+                    into[filled : filled + len(found)] = found
+                    self._ahead = self._ahead[len(found) :]
+                    filled += len(found)
+                    continue
+                if len(into) - filled >= BULK_BYTES:
+                    filled += await self._bulk.receive_some(into[filled:])
+                left = into[filled : filled + PIECE_BYTES]
+                small = len(left) < PIECE_BYTES
+                if not left:
+                    return
                 async with asyncio.timeout(self._io_s + wait_s):
-                    got = await self._loop.sock_recv_into(self._socket, into[filled:])
-            except TimeoutError:
-                raise LinkLost(f"{self._peer} sent no byte for {self._io_s:g} s") from None
-            except OSError as error:
-                raise LinkLost(f"the connection to {self._peer} broke: {error}") from error
-            if not got:
-                raise LinkLost(f"{self._peer} closed the connection")
-            filled += got
+                    got = await self._loop.sock_recv_into(self._socket, self._buffer if small else left)
+                if not got:
+                    raise LinkLost(f"{self._peer} closed the connection")
+                if small:
+                    self._ahead = self._buffer[:got]
+                else:
+                    filled += got
+        except TimeoutError:
+            raise LinkLost(f"{self._peer} sent no byte for {self._io_s:g} s") from None
+        except OSError as error:
+            raise LinkLost(f"the connection to {self._peer} broke: {error}") from error
 
     async def read_message(self, wait_s: float = 0.0) -> memoryview:
         """The bytes of the next message. Raises BadLength before reading one over the limit."""
@@ -133,7 +161,7 @@ class FramedSocket:
         return body
 
     def close(self) -> None:
-        self._socket.close()
+        self._bulk.close()
 
 
 def keep_alive(sock: socket.socket) -> None:

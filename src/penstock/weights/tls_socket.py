@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.errors import MissingExtra
 from penstock.tls import refusal_words, tell_late
+from penstock.weights.plan import Bytes
 from penstock.weights.protocol import LENGTH, LinkLost, TokenRefused, message_length
 
 __all__ = ["TlsSocket", "relay_client_context", "relay_server_context"]
@@ -70,9 +71,12 @@ class TlsSocket:
         certificate = held.getpeercert(binary_form=True) if held is not None else None
         return hashlib.sha256(certificate or b"").digest()
 
-    async def send(self, data: bytes | memoryview) -> None:
-        """Sends all of `data`; the deadline is for each piece."""
-        view = memoryview(data)
+    async def send(self, *parts: Bytes) -> None:
+        """Sends all of `parts`; the deadline is for each piece."""
+        for view in map(memoryview, parts):
+            await self._send(view)
+
+    async def _send(self, view: memoryview) -> None:
         for start in range(0, len(view), PIECE_BYTES):
             try:
                 async with asyncio.timeout(self._io_s):

@@ -27,6 +27,8 @@ ESCAPE = 255
 """In the column of high gaps: as much, and the gap goes on in the next byte. In that of sizes: see the wide ones."""
 HIGH_BITS = 6
 """Bits of the mean gap that its high part keeps; what is below them is noise, and stored so."""
+BLOCK_BYTES = 512 * 1024
+"""Copied and changed at once: what was just copied is still in the core's own cache."""
 
 Indices = npt.NDArray[np.int64]
 
@@ -46,10 +48,16 @@ class DeltaCodec:
         if base is None or len(base) != len(into):
             raise WeightError("a delta needs as many bytes of its base version")
         kind = np.dtype(f"i{WIDTHS.get(dtype, 1)}")
-        values = np.frombuffer(into, kind)
-        np.copyto(values, np.frombuffer(base, kind))
+        values, before = np.frombuffer(into, kind), np.frombuffer(base, kind)
         indices, folded = decode_changes(data, len(values), kind.itemsize)
-        values[indices] += unfold(folded, kind)
+        steps = unfold(folded, kind)
+        each = BLOCK_BYTES // kind.itemsize
+        begin = 0
+        for start in range(0, len(values), each):
+            end = begin + int(np.searchsorted(indices[begin:], start + each))
+            np.copyto(values[start : start + each], before[start : start + each])
+            values[indices[begin:end]] += steps[begin:end]
+            begin = end
 
 
 def changed_elements(new: Bytes, base: Bytes, dtype: str) -> tuple[Indices, npt.NDArray[np.signedinteger]]:

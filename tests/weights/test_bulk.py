@@ -1,0 +1,86 @@
+"""Large pieces move on threads, small ones on the loop; what is read is what was sent, however it was cut."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+
+import pytest
+
+from penstock.weights import bulk
+from penstock.weights.bulk import BULK_BYTES, BulkSocket, after
+from penstock.weights.protocol import LinkLost
+from penstock.weights.tcp import FramedSocket
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    return one, other
+
+
+async def test_pieces_of_any_size_come_as_they_were_sent() -> None:
+    one, other = pair()
+    sender, reader = FramedSocket(one, "the reader"), FramedSocket(other, "the sender")
+    draw = random.Random(0)
+    sizes = [draw.choice([0, 1, 7, 5000, 65_536, 70_000, BULK_BYTES, 3 * BULK_BYTES + 5]) for _ in range(60)]
+    data = draw.randbytes(sum(sizes))
+    view = memoryview(data)
+
+    async def send() -> None:
+        at = 0
+        for number, size in enumerate(sizes):
+            part = view[at : at + size]
+            await (sender.send(part) if number % 2 else sender.send(part[: size // 3], part[size // 3 :]))
+            at += size
+
+    sending = asyncio.create_task(send())
+    got = bytearray()
+    while len(got) < len(data):
+        into = bytearray(min(len(data) - len(got), draw.choice([1, 4, 3000, 100_000, 2 * BULK_BYTES])))
+        await reader.read_into(memoryview(into))
+        got += into
+    await sending
+    assert got == data
+    sender.close()
+    with pytest.raises(LinkLost, match="closed the connection"):
+        await reader.read_into(memoryview(bytearray(2 * BULK_BYTES)))
+    reader.close()
+
+
+async def test_a_thread_leaves_a_connection_on_which_nothing_moves() -> None:
+    one, other = pair()
+    one.setblocking(False)
+    held = BulkSocket(one)
+    assert await held.receive_some(memoryview(bytearray(BULK_BYTES))) == 0
+    other.sendall(b"four")
+    into = bytearray(BULK_BYTES)
+    assert await held.receive_some(memoryview(into)) == 4
+    assert into[:4] == b"four"
+    sent = await held.send_some([memoryview(bytes(64 << 20))])
+    assert 0 < sent < 64 << 20
+    held.close()
+    assert one.fileno() == -1
+    other.close()
+
+
+async def test_a_socket_is_closed_once_its_thread_has_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "LINGER_MS", 600_000)
+    one, other = pair()
+    one.setblocking(False)
+    held = BulkSocket(one)
+    receiving = asyncio.create_task(held.receive_some(memoryview(bytearray(BULK_BYTES))))
+    await asyncio.sleep(0.05)
+    held.close()
+    assert await receiving == 0
+    while one.fileno() != -1:
+        await asyncio.sleep(0.001)
+    other.close()
+
+
+def test_what_is_left_of_parts() -> None:
+    parts = [memoryview(b"abc"), memoryview(b""), memoryview(b"de")]
+    for sent in range(6):
+        assert b"".join(after(parts, sent)) == b"abcde"[sent:]
