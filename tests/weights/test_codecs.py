@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.errors import WeightError
 from penstock.weights.codecs import CODECS as ALL_CODECS
 from penstock.weights.codecs import get_codec
-from penstock.weights.codecs.delta import HEADER, changed_elements, entropy_bound_bytes
+from penstock.weights.codecs.delta import BLOCK_BYTES, HEADER, changed_elements, entropy_bound_bytes
 from penstock.weights.encodings import can_zipnn
 from penstock.weights.plan import DTYPE_BYTES
 
@@ -113,6 +113,19 @@ def test_changed_elements_are_told_by_their_bits_and_not_by_their_values() -> No
     indices, steps = changed_elements(minus_zero, zero, "BF16")
     assert indices.tolist() == [1]
     assert steps.tolist() == [-0x8000]
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32", "F64", "U8"])
+def test_a_difference_over_several_blocks_is_exact(dtype: str) -> None:
+    """Changes at the edges of blocks, none in one of them, and a last one that is short."""
+    width = DTYPE_BYTES[dtype]
+    base = np.random.default_rng(SEED).bytes(3 * BLOCK_BYTES + 24)
+    new = bytearray(base)
+    for at in (0, BLOCK_BYTES - width, BLOCK_BYTES, 3 * BLOCK_BYTES - width, 3 * BLOCK_BYTES, len(new) - width):
+        new[at] ^= 0xFF
+    codec, into = get_codec("delta"), bytearray(len(base))
+    codec.decode(codec.encode(bytes(new), base, dtype), base, memoryview(into), dtype)
+    assert into == new
 
 
 def test_an_unknown_codec_is_named_with_the_known_ones() -> None:
