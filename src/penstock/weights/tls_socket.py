@@ -73,8 +73,8 @@ class TlsSocket:
 
     async def send(self, *parts: Bytes) -> None:
         """Sends all of `parts`; the deadline is for each piece."""
-        for view in map(memoryview, parts):
-            await self._send(view)
+        for part in parts:
+            await self._send(memoryview(part))
 
     async def _send(self, view: memoryview) -> None:
         for start in range(0, len(view), PIECE_BYTES):
