@@ -270,6 +270,34 @@ def test_a_restarted_manager_goes_on_from_the_last_token_and_says_so(tmp_path: P
     assert again.manager.tracker.tokens_accepted + before == sum(len(d.token_ids) for d in again.delivered.values())
 
 
+def test_samples_that_were_put_back_to_wait_go_on_from_their_last_token_in_the_next_manager(tmp_path: Path) -> None:
+    world = begun(tmp_path)
+    [agent] = world.agents.values()
+    tracker = world.manager.tracker
+    [instance] = [held.id for held in world.manager.fleet]
+    parked = {}
+    for lease in list(agent.sequences)[:2]:
+        sample = tracker.put_back(instance, lease)
+        assert sample is not None
+        del agent.sequences[lease]
+        parked[sample.id] = bytes(sample.tokens)
+    assert all(parked.values())
+    held = dict(world.delivered)
+    world.die()
+    again = JournaledWorld(tmp_path)
+    [batch] = again.recovered.batches
+    assert parked.items() <= {sample.id: bytes(sample.tokens) for sample in batch.moved}.items()
+    again.delivered |= held
+    again.hello("first", ("train-0",))
+    again.trainer(with_taken(submit(samples_per_prompt=6), held))
+    again.join_ready(max_running=6)
+    again.play_out()
+    assert len(again.delivered) == 6
+    for sample_id, tokens_before in parked.items():
+        ended = again.delivered[sample_id.batch, sample_id.prompt, sample_id.replica]
+        assert column_bytes(ended.token_ids, "i").startswith(tokens_before)
+
+
 def test_a_late_frame_under_a_lease_of_an_earlier_manager_is_refused(tmp_path: Path) -> None:
     world = begun(tmp_path)
     [agent] = world.agents.values()
