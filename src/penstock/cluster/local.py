@@ -26,6 +26,7 @@ from penstock.cluster.batch import Batch
 from penstock.cluster.dispatch import Arguments
 from penstock.cluster.errors import CallTimeout, ClusterError, WorkerFailed
 from penstock.cluster.payload import Packed, pack, put, unpack
+from penstock.cluster.segment import SegmentPool
 from penstock.cluster.workers import Sent, Workers
 
 START_TIMEOUT_S = 120.0
@@ -118,7 +119,8 @@ class LocalWorkers(Workers):
         """
         super().__init__(name, size, dict(roles))
         paths = {role: import_path(worker) for role, worker in roles.items()}
-        packed = pack({role: dict(given) for role, given in (arguments or {}).items()})
+        self._segments = SegmentPool()
+        packed = pack({role: dict(given) for role, given in (arguments or {}).items()}, self._segments)
         self._numbers = count(1)
         self._lock = threading.Lock()
         self._closing = False
@@ -152,7 +154,7 @@ class LocalWorkers(Workers):
         return [process.process.pid for process in self._processes]
 
     def prepare(self, arguments: Arguments) -> Packed:
-        return pack(arguments)
+        return pack(arguments, self._segments)
 
     def submit(self, rank: int, role: str, method: str, prepared: Packed, answer: bool) -> Sent:
         process = self._processes[rank]
@@ -185,7 +187,7 @@ class LocalWorkers(Workers):
         return [None if call.ticket.result() is None else _opened(call.ticket.result()) for call in sent]
 
     def put(self, batch: Batch) -> Batch:
-        return put(batch)
+        return put(batch, self._segments)
 
     def close(self) -> None:
         self._closing = True
@@ -202,6 +204,7 @@ class LocalWorkers(Workers):
             self._mark_ended(process, "the group was closed")
             process.kill()
         self._selector.close()
+        self._segments.close()
 
     def _read(self) -> None:
         """Takes answers until every worker is gone."""

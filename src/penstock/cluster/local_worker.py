@@ -19,7 +19,8 @@ import traceback
 from typing import Any
 
 from penstock.cluster import frames
-from penstock.cluster.payload import pack, unpack
+from penstock.cluster.payload import Packed, pack, unpack
+from penstock.cluster.segment import SegmentPool
 from penstock.cluster.workers import keep_what_is_there
 
 
@@ -53,22 +54,29 @@ def _serve(sock: socket.socket) -> None:
         return
     keep_what_is_there()
     frames.send(sock, frames.encode(frames.Ready(os.getpid())))
+    segments = SegmentPool()
     while True:
         body, fds = frames.receive(sock)
         call = frames.decode_to_worker(body)
         assert isinstance(call, frames.Call)
-        _answer(sock, objects, call, fds)
+        answer = _answered(objects, call, fds, segments)
+        # The arguments are let go of by now, so that the next call finds their memory free.
+        if isinstance(answer, frames.Fault):
+            frames.send(sock, frames.encode(answer))
+        else:
+            frames.send(sock, frames.encode(frames.Answer(call.number, answer.body)), answer.fds)
+        del answer
 
 
-def _answer(sock: socket.socket, objects: dict[str, Any], call: frames.Call, fds: list[int]) -> None:
+def _answered(
+    objects: dict[str, Any], call: frames.Call, fds: list[int], segments: SegmentPool
+) -> Packed | frames.Fault:
     try:
         args, kwargs = _unpacked(call, fds)
         value = getattr(objects[call.role], call.method)(*args, **kwargs)
-        packed = pack(value if call.answer else None)
+        return pack(value if call.answer else None, segments)
     except Exception as error:  # noqa: BLE001  # the controller names it
-        frames.send(sock, frames.encode(_fault(call.number, error)))
-        return
-    frames.send(sock, frames.encode(frames.Answer(call.number, packed.body)), packed.fds)
+        return _fault(call.number, error)
 
 
 def _unpacked(call: frames.Call, fds: list[int]) -> Any:

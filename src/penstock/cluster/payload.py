@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.cluster.batch import Batch
 from penstock.cluster.errors import ClusterError
-from penstock.cluster.segment import Segment, views_of
+from penstock.cluster.segment import Segment, SegmentPool, views_of
 
 INLINE_BYTES = 128 * 1024
 """Below this, in all, buffers travel in the frame itself. A call of four workers on two cores takes 0.36 ms so and
@@ -55,16 +55,16 @@ class Stored(NamedTuple):
     segment: Segment
 
 
-def put(batch: Batch) -> Batch:
+def put(batch: Batch, pool: SegmentPool) -> Batch:
     """The batch in shared memory, written once; it and its slices go by reference."""
     header, buffers = batch.pieces()
-    segment = Segment(buffers)
+    segment = Segment(buffers, pool)
     return Batch.of_pieces(header, segment.views()).stored(Stored(header, segment))
 
 
-def pack(value: Any) -> Packed:
+def pack(value: Any, pool: SegmentPool) -> Packed:
     """Raises ClusterError for a value that can't cross."""
-    return _Packing().pack(value)
+    return _Packing(pool).pack(value)
 
 
 def unpack(body: bytes | memoryview, fds: Sequence[int]) -> Any:
@@ -95,7 +95,8 @@ def unpack(body: bytes | memoryview, fds: Sequence[int]) -> Any:
 class _Packing:
     """One message being put together. Buffers are numbered: the message's own, then those of each stored batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: SegmentPool) -> None:
+        self._pool = pool
         self._own: list[memoryview] = []
         self._stored: dict[int, tuple[int, Stored]] = {}
 
@@ -114,7 +115,7 @@ class _Packing:
         if sum(buffer.nbytes for buffer in self._own) < INLINE_BYTES:
             inline = [bytes(buffer) for buffer in self._own]
         elif self._own:
-            segments = [Segment(self._own), *segments]
+            segments = [Segment(self._own, self._pool), *segments]
         places = [(segment.size, segment.places) for segment in segments]
         return Packed(msgspec.msgpack.encode(_Body(tree, inline, places)), segments)
 
