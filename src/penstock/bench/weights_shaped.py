@@ -107,8 +107,7 @@ def _eight(
     """
     versions = [before] + [after] * (2 * ROUNDS)
     files = _files(folder, f"{codec}-{rate}", *versions)
-    # Small chunks, since one has to be whole before it is passed on.
-    store = StoreProcess(files, CHUNK_BYTES // 8, namespace, THERE)
+    store = StoreProcess(files, CHUNK_BYTES, namespace, THERE)
     instances: list[InstanceProcess] = []
     try:
         asyncio.run(_encode_ahead(store.address, codec, 2 * ROUNDS))

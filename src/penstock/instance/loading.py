@@ -39,8 +39,9 @@ class WeightLoader:
     for any free port) this machine passes weights on to others, and with shared memory among `ways` instances on one
     machine share one copy of a version, which one of them decodes and each verifies. What is cut goes on from
     `partial_folder`, where given. `ways` are faster ways than TCP to be used where the source has them too
-    (`weights.ways`); `layout` is the engine's. Links stay open from one version to the next. With a base, so does the
-    memory of the version before it: what is needed at a swap anyway.
+    (`weights.ways`); `layout` is the engine's. Links stay open from one version to the next. With a base or a relay, so
+    does the memory of the version before it, which is needed at a swap or passed on anyway: fresh memory may cost more
+    than all the rest of a pull.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class WeightLoader:
             rates=self._rates,
             relay=self._relay,
             partial=self._partial_folder,
-            memory=self._memory.buffer if self._keeps or self._lender is not None else host_buffer,
+            memory=self._memory.buffer if self._keeps or self._relay is not None else host_buffer,
             layout=self._layout,
         )
         if self._lender is not None and self._relay is not None and (place := self._lender.place(staged.stream)):

@@ -102,11 +102,9 @@ class Fetch:
     def progress(self) -> str:
         return f"{self._queue.chunks - self._queue.left} of {self._queue.chunks} chunks came"
 
-    def pass_on(self, relay: Relay | None, signed: bytes) -> None:
-        """What comes is passed on by `relay`."""
+    def pass_on(self, relay: Relay | None) -> None:
+        """What comes is passed on by `relay`, which expects it."""
         self._relay = relay
-        if relay is not None:
-            relay.expect(self._encoding, signed, len(self._manifest.chunks))
 
     async def take_kept(self, kept: Partial | None) -> None:
         """Takes what an earlier pull left on disk, and leaves there what comes."""

@@ -263,6 +263,9 @@ class _Pull:
                 (signed, other), pushed = await first.call(self._asking_for(step)), 0
             manifest = self._believed(decode_manifest(signed), step, digest)
             digest = manifest.digest
+            if self.relay is not None:
+                # It lets go of the oldest version, whose memory can be staged in again.
+                self.relay.expect(step, signed, len(manifest.chunks))
             if staging is None:
                 staging = self._memory(manifest)
             if len(before or staging) != len(staging) or len(staging) != manifest.raw_nbytes:
@@ -299,7 +302,7 @@ class _Pull:
             raise WeightError(f"{self._source} pushes chunks of {manifest.encoding} and names a relay for them")
         kept = Partial(self.partial, manifest, signed) if self.partial is not None else None
         self._fetch = fetch
-        fetch.pass_on(self.relay, signed)
+        fetch.pass_on(self.relay)
         try:
             await fetch.take_kept(kept)
             async with asyncio.TaskGroup() as group:

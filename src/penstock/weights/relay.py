@@ -39,6 +39,17 @@ class _Passing:
     have: dict[int, Bytes] = field(default_factory=dict)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     """Replaced at each arrival, so that whoever waits looks again."""
+    forgotten: bool = False
+
+    def came(self) -> None:
+        self.arrived.set()
+        self.arrived = asyncio.Event()
+
+    def forget(self) -> None:
+        """Lets go of its memory, also for those who have a lease."""
+        self.forgotten = True
+        self.have.clear()
+        self.came()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +115,14 @@ class Relay:
         return dict(self._counts)
 
     def expect(self, encoding: Encoding, manifest: bytes, chunks: int) -> None:
-        """Begins to pass an encoding on; those of old versions are forgotten."""
+        """Begins to pass an encoding on; those of old versions are forgotten, and their memory can be used again."""
         known = self._passing.get(encoding)
         if known is None or known.manifest != manifest:
             # One that is fetched again, after a cut, goes on for those who wait for the rest of it.
             self._passing[encoding] = _Passing(manifest, chunks)
         newest = sorted({key.version for key in self._passing})[-KEEP_VERSIONS:]
-        self._passing = {key: passing for key, passing in self._passing.items() if key.version in newest}
+        for key in [key for key in self._passing if key.version not in newest]:
+            self._passing.pop(key).forget()
         self._stir()
 
     def put(self, encoding: Encoding, index: int, data: Bytes) -> None:
@@ -118,8 +130,7 @@ class Relay:
         passing = self._passing.get(encoding)
         if passing is not None:
             passing.have[index] = data
-            passing.arrived.set()
-            passing.arrived = asyncio.Event()
+            passing.came()
             self._stir()
 
     def lend(self, version: int, manifest: bytes, kind: str, place: str) -> None:
@@ -222,6 +233,8 @@ class _RelayLease:
         try:
             async with asyncio.timeout(self._wait_s):
                 while index not in passing.have:
+                    if passing.forgotten:
+                        raise NotReady(f"it has gone on from {self._encoding} to newer versions")
                     await passing.arrived.wait()
         except TimeoutError:
             raise NotReady(f"chunk {index} of {self._encoding} did not reach it within {self._wait_s:g} s") from None

@@ -60,7 +60,8 @@ from penstock.weights.transport import CONNECT_S, Fetcher, Mapper, Planned, Read
 IO_S = 20.0
 """A peer that moves no byte for so long is given up."""
 PIECE_BYTES = 64 * 1024
-"""Moved on the loop at once; a larger rest goes by a thread again."""
+"""Of what is for threads, moved on the loop at once, before the rest goes by a thread again. Less than this goes out
+together, and is read with what else is there."""
 HANDSHAKE_S = 30.0
 KEEP_S = 300.0
 """A link on which nothing was said for so long is opened anew: on the way, somebody may have forgotten it."""
@@ -110,10 +111,10 @@ class FramedSocket:
             while left:
                 if sum(map(len, left)) >= BULK_BYTES:
                     left = after(left, await self._bulk.send_some(left))
-                if len(left) > 1 and sum(map(len, left)) < BULK_BYTES:
+                if len(left) > 1 and sum(map(len, left)) <= PIECE_BYTES:
                     left = [memoryview(b"".join(left))]
                 if left:
-                    piece = left[0][:PIECE_BYTES]
+                    piece = _on_the_loop(left[0])
                     async with asyncio.timeout(self._io_s):
                         await self._loop.sock_sendall(self._socket, piece)
                     left = after(left, len(piece))
@@ -135,7 +136,7 @@ class FramedSocket:
                     continue
                 if len(into) - filled >= BULK_BYTES:
                     filled += await self._bulk.receive_some(into[filled:])
-                left = into[filled : filled + PIECE_BYTES]
+                left = _on_the_loop(into[filled:])
                 small = len(left) < PIECE_BYTES
                 if not left:
                     return
@@ -162,6 +163,11 @@ class FramedSocket:
 
     def close(self) -> None:
         self._bulk.close()
+
+
+def _on_the_loop(data: memoryview) -> memoryview:
+    """So much of `data` as the loop moves at once."""
+    return data if len(data) < BULK_BYTES else data[:PIECE_BYTES]
 
 
 def keep_alive(sock: socket.socket) -> None:

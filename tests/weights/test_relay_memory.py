@@ -1,0 +1,60 @@
+"""Who passes weights on holds two versions of memory, however many went through it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from test_transfer import assert_whole, store_of
+from test_weight_store import TOKEN
+
+from penstock.instance.loading import WeightLoader
+from penstock.weights.manifest import Encoding
+from penstock.weights.protocol import NotReady
+from penstock.weights.relay import Relay
+
+
+async def test_raw_versions_that_are_passed_on_are_staged_in_two_buffers_in_turn() -> None:
+    async with store_of(0, 1, 2, 3, 4, keep_versions=5) as (_, address):
+        one, other = (WeightLoader(TOKEN, codec="raw", relay_port=0) for _ in range(2))
+        try:
+            buffers: list[set[int]] = [set(), set()]
+            for version in range(5):
+                both = await asyncio.gather(*(loader.pull(address, version, 60) for loader in (one, other)))
+                for held, weights in zip(buffers, both, strict=True):
+                    assert_whole(weights, version)
+                    held.add(id(weights.stream.obj))
+                del both, weights
+            assert [len(held) for held in buffers] == [2, 2]
+        finally:
+            await one.close()
+            await other.close()
+
+
+async def test_a_version_that_is_still_looked_at_is_not_written_over() -> None:
+    async with store_of(0, 1, 2, 3, keep_versions=4) as (_, address):
+        loader = WeightLoader(TOKEN, codec="raw", relay_port=0)
+        try:
+            seen = [await loader.pull(address, version, 60) for version in range(4)]
+            for version, weights in enumerate(seen):
+                assert_whole(weights, version)
+        finally:
+            await loader.close()
+
+
+async def test_who_reads_a_forgotten_version_is_sent_elsewhere_and_its_memory_is_let_go() -> None:
+    relay = Relay(TOKEN)
+    data = bytearray(8)
+    relay.expect(Encoding(1), b"manifest", 2)
+    relay.put(Encoding(1), 0, memoryview(data))
+    lease = await relay.open(Encoding(1), 0.0)
+    waiting = asyncio.create_task(lease.chunk(1))
+    await asyncio.sleep(0)
+    relay.expect(Encoding(2), b"manifest", 2)
+    assert bytes(await lease.chunk(0)) == data, "the version before the newest is still passed on"
+    relay.expect(Encoding(3), b"manifest", 2)
+    with pytest.raises(NotReady, match="gone on"):
+        await waiting
+    with pytest.raises(NotReady, match="gone on"):
+        await lease.chunk(0)
+    data.clear()  # Fails with a view of it left.
