@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Generator
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.rollout.curves import Speed
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
-from penstock.rollout.offload import Facts, FixedWindow, Offload, StepTimes, WindowView, thinned
+from penstock.rollout.offload import Facts, FixedWindow, Offload, Predictor, StepTimes, WindowView, thinned
 from penstock.rollout.plan import Engine, Training, best_plan, replay
 
 SPEED = Speed(0.01, 1e-4, 1e-6, 1e-5)
@@ -248,13 +249,86 @@ def test_time_that_is_worth_something_buys_machines() -> None:
     assert hurried > cheap
 
 
+def replayed(seconds: Callable[[int], float | None], asked: list[int] | None = None) -> Predictor:
+    """Three bits for each number."""
+
+    def predictor(instances: int) -> Generator[None, None, float | None]:
+        if asked is not None:
+            asked.append(instances)
+        for _ in range(3):
+            yield
+        return seconds(instances)
+
+    return predictor
+
+
 def test_a_replayed_step_counts_machines_that_live_short_for_less_too() -> None:
     size = FleetSize(config(start_s=600.0), 4)
-    size.ended(times(), lambda n: 100.0 / (1 + n))
-    assert size.step_s(6) == pytest.approx(100 / 7)
-    size.ended(times(preemptions=3), lambda n: 100.0 / (1 + n))
+    predictor = replayed(lambda n: 100.0 / (1 + n))
+    n = size.ended(times(), predictor)
+    assert size.step_s(n) == pytest.approx(100 / (1 + n))
+    assert size.ended(times(preemptions=3), predictor) == n
     assert 0 < size.useful_share < 1
-    assert 100 / 7 < size.step_s(6) < 100.0
+    assert 100 / (1 + n) < size.step_s(n) < 100.0
+
+
+def test_the_number_is_thought_over_bit_by_bit_each_step_is_replayed_once_and_it_holds_only_at_the_end() -> None:
+    def seconds(instances: int) -> float:
+        return max(70.0, 400 / (4 + instances))
+
+    asked: list[int] = []
+    at_once, slowly = FleetSize(config(first=1), 4), FleetSize(config(first=1), 4)
+    wanted = at_once.ended(times(), replayed(seconds))
+    slowly.learn_step(times())
+    bits = 0
+    for _ in slowly.deciding(replayed(seconds, asked)):
+        bits += 1
+        assert slowly.wanted == 1
+    assert (slowly.wanted, slowly.cause) == (wanted, at_once.cause)
+    assert wanted == 2
+    assert bits == 3 * len(asked)
+    assert len(asked) == len(set(asked))
+
+
+def test_where_nobody_can_say_how_long_a_step_would_take_the_work_is_shared_without_loss() -> None:
+    plain, asking = FleetSize(config(), 4), FleetSize(config(), 4)
+    for step in range(4):
+        changed = times(remote_busy_s=300.0 + 100 * step)
+        assert asking.ended(changed, replayed(lambda n: None)) == plain.ended(changed)
+
+
+def test_steps_with_other_numbers_are_replayed_on_what_was_known_when_it_was_asked() -> None:
+    offload = Offload()
+    assert offload.predictor() is None
+    offload.plan(facts(3))
+    predictor = offload.predictor()
+    assert predictor is not None
+
+    def seconds(instances: int) -> float | None:
+        bits = predictor(instances)
+        count = 0
+        while True:
+            try:
+                next(bits)
+            except StopIteration as end:
+                assert count >= 4, "no replay waits for another"
+                return end.value  # type: ignore[no-any-return]
+            count += 1
+
+    found = [seconds(n) for n in range(6)]
+    for n, step_s in enumerate(found):
+        near = offload.plans[3] if n == 3 else None
+        known = facts(n)
+        assert step_s == best_plan(known.groups, 32, known.remote, known.reserved, TRAINING, near).step_s
+    offload.plan(facts(1))
+    assert [seconds(n) for n in range(6)] == found
+    # With nobody at work there is no step to replay.
+    offload.plan(Facts(GROUPS, 32, [ENGINE], [], TRAINING))
+    predictor = offload.predictor()
+    assert predictor is not None
+    with pytest.raises(StopIteration) as end:
+        next(predictor(0))
+    assert end.value.value is None
 
 
 def test_machines_that_live_short_and_start_slowly_count_for_less() -> None:

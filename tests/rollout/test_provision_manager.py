@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import replace
 
 from provision_world import CONFIG
@@ -125,3 +126,30 @@ def test_an_account_that_makes_no_sense_is_a_warning_and_no_end() -> None:
     world = World()
     world.carry_out(world.manager.provide(CONFIG, 0, {"spent": "much"}, world.now))
     assert "is not known" in str(world.events[-1])
+
+
+def test_a_report_that_comes_while_the_number_is_thought_over_is_learned_from_and_begins_no_other_thought() -> None:
+    asked: list[int] = []
+
+    def predictor(instances: int) -> Generator[None, None, float | None]:
+        asked.append(instances)
+        yield
+        yield
+        return 100.0 / (1 + instances)
+
+    world = Provided(first=1, ceiling=3, reserved_price_per_h=400.0)
+    world.pass_time(1)
+    world.pass_time(1)
+    provisioning = world.manager.provisioning
+    assert provisioning is not None
+    report = StepReport(step=0, step_s=20.0, train_s=1.0, trainer_wait_s=19.0)
+    for _ in range(100):
+        # Steps are shorter than a thought.
+        provisioning.step(report, predictor)
+        provisioning.think(world.now)
+        if not world.manager.thinking:
+            break
+        assert provisioning.machines.wanted == 1
+    assert sorted(asked) == [1, 2, 3]
+    assert not world.manager.thinking
+    assert provisioning.machines.wanted == 3

@@ -1,16 +1,19 @@
 """How many remote instances to ask for: the number with the cheapest step, at today's prices, with preemptions and
 start-up time counted in. It moves only where that pays and has paid for several steps in a row.
 
+Steps with other numbers are replayed where somebody can (`Predictor`), and as that takes a while for each number, it is
+done bit by bit: whoever drives this has frames to answer meanwhile.
+
 No constant of any model or machine is in it, and it knows no socket, cloud or clock.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 
-from penstock.rollout.offload import StepTimes
+from penstock.rollout.offload import Predictor, StepTimes
 
 __all__ = ["FleetSize", "FleetSizeConfig"]
 
@@ -42,6 +45,14 @@ class FleetSizeConfig:
     """Asked for before anything is known."""
 
 
+class _NotReplayed(Exception):
+    """A step with so many instances has to be replayed first: that is `bits`."""
+
+    def __init__(self, instances: int, bits: Generator[None, None, float | None]) -> None:
+        super().__init__(f"a step with {instances} instances is not replayed yet")
+        self.instances, self.bits = instances, bits
+
+
 class FleetSize:
     """How many remote instances to ask for.
 
@@ -66,19 +77,37 @@ class FleetSize:
         self._asked = 0
         self._decided = False
         """The first larger number that is known to be better is taken at once."""
-        self._predict: Callable[[int], float | None] | None = None
-        self._predicted: dict[int, float] = {}
+        self._predictor: Predictor | None = None
+        self._predicted: dict[int, float | None] = {}
 
-    def ended(self, times: StepTimes, predict: Callable[[int], float | None] | None = None) -> int:
+    def ended(self, times: StepTimes, predictor: Predictor | None = None) -> int:
         """Learns from a step, and returns the number wanted from here on.
 
-        `predict` gives the seconds of a step with so many instances, if it can; else the two sides are taken to share
+        `predictor` gives the seconds of a step with so many instances, if it can; else the two sides are taken to share
         the work without loss.
         """
+        self.learn_step(times)
+        bits = self.deciding(predictor)
+        while True:
+            try:
+                next(bits)
+            except StopIteration as end:
+                return int(end.value)
+
+    def deciding(self, predictor: Predictor | None) -> Generator[None, None, int]:
+        """The number wanted after the steps learned from, bit by bit; it holds once this is exhausted."""
+        self._predictor, self._predicted = predictor, {}
+        while self.work_s is not None:
+            try:
+                return self._decide()
+            except _NotReplayed as asked:
+                self._predicted[asked.instances] = yield from asked.bits
+        return self.wanted
+
+    def learn_step(self, times: StepTimes) -> None:
+        """Takes in how a step went."""
         if times.step_s <= 0:
-            return self.wanted
-        self._predict = predict
-        self._predicted = {}
+            return
         work_s = times.remote_busy_s + self.reserved_engines * times.window_s
         rest_s = max(0.0, times.step_s - times.window_s - times.train_s - times.trainer_wait_s)
         rate = 3600 * times.preemptions / (times.fleet * times.step_s) if times.fleet > 0 else self.preemptions_per_h
@@ -90,15 +119,15 @@ class FleetSize:
             self.train_s += SMOOTH * (times.train_s - self.train_s)
             self.rest_s += SMOOTH * (rest_s - self.rest_s)
             self.preemptions_per_h += SMOOTH * (rate - self.preemptions_per_h)
-        return self._decide()
 
     def step_s(self, instances: int) -> float:
-        """A step with so many, as far as is known."""
+        """A step with so many, as far as is known; of numbers that the last decision looked at."""
         if self.work_s is None:
             raise ValueError("no step has ended yet")
         useful = instances * self.useful_share
         whole = int(useful + 1e-9)
-        below, above = self._replayed(whole), self._replayed(whole + 1) if useful - whole > 1e-9 else None
+        below = self._replayed(whole)
+        above = self._replayed(whole + 1) if below is not None and useful - whole > 1e-9 else None
         if below is not None:
             return below if above is None else below + (useful - whole) * (above - below)
         engines = self.reserved_engines + useful
@@ -106,11 +135,9 @@ class FleetSize:
         return max(self.train_s, split_s) + self.rest_s
 
     def _replayed(self, instances: int) -> float | None:
-        """`predict`, asked once a step for each number."""
-        if instances not in self._predicted and self._predict is not None:
-            predicted = self._predict(instances)
-            if predicted is not None:
-                self._predicted[instances] = predicted
+        """None where nobody can say."""
+        if self._predictor is not None and instances not in self._predicted:
+            raise _NotReplayed(instances, self._predictor(instances))
         return self._predicted.get(instances)
 
     def step_cost(self, instances: int) -> float:
@@ -157,6 +184,7 @@ class FleetSize:
         return min(near, key=lambda n: (self.step_s(n), n))
 
     def _decide(self) -> int:
+        """Changes nothing before all that it asks for is replayed."""
         config = self.config
         most = max(config.floor, min(config.ceiling, self._affordable))
         best = self._best(config.floor, most)

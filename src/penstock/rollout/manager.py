@@ -251,7 +251,7 @@ class Manager:
             self._turn(frame)
         elif isinstance(frame, StepReport):
             if self.provisioning is not None:
-                self.provisioning.step(frame, now)
+                self.provisioning.step(frame, self.windows.policy.predictor())
         else:
             trainer.refuse(f"a {type(frame).__name__} is an agent's frame, and came from the trainer")
         return self._decided()
@@ -331,7 +331,7 @@ class Manager:
             self._refuse_agent(instance, cause)
         self.trainer.tick(now)
         self.windows.look()
-        self.windows.think()
+        self._think()
         self._fail_overdue()
         self._rearrange()
         self.dispatching.move(self._now)
@@ -348,13 +348,20 @@ class Manager:
     @property
     def thinking(self) -> bool:
         """`think` has something to do."""
-        return self.windows.thinking
+        return self.windows.thinking or (self.provisioning is not None and self.provisioning.thinking)
 
     def think(self, now: float) -> Decisions:
         """A few milliseconds of a longer thought, for whenever nothing else is to be done. A tick has one too."""
         self._now = now
-        self.windows.think()
+        self._think()
         return self._decided()
+
+    def _think(self) -> None:
+        # The step that has begun waits for its window; more machines take their time anyway.
+        if self.windows.thinking:
+            self.windows.think()
+        elif self.provisioning is not None:
+            self.provisioning.think(self._now)
 
     def shutdown(self, now: float, cause: str) -> Decisions:
         """Asks every instance to leave. What the journal has stays there, for whoever goes on."""

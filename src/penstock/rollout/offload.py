@@ -16,13 +16,17 @@ having is `fleet_size`'s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.rollout.curves import Speed
-from penstock.rollout.plan import Engine, Plan, Training, best_plan, search
+from penstock.rollout.plan import Engine, Plan, Training, search
 
-__all__ = ["Facts", "FixedWindow", "Learned", "Offload", "StepTimes", "Window", "WindowView"]
+__all__ = ["Facts", "FixedWindow", "Learned", "Offload", "Predictor", "StepTimes", "Window", "WindowView"]
+
+Predictor = Callable[[int], Generator[None, None, float | None]]
+"""Seconds of a step with so many remote instances, worked out bit by bit, some milliseconds each; None where nobody can
+say."""
 
 CORRECTION = 0.3
 """Share of the last step's surprise that the next one makes up for: lengths differ from step to step by as much."""
@@ -134,6 +138,9 @@ class FixedWindow:
     def ended(self, times: StepTimes) -> None:
         pass
 
+    def predictor(self) -> None:
+        """No step is replayed."""
+
 
 @dataclass
 class Offload:
@@ -236,15 +243,25 @@ class Offload:
             )
             self.learned = Learned(fleet, before_s, window_s, cause)
 
-    def predict(self, instances: int) -> float | None:
-        """Seconds of a step with so many remote instances like those there are; None before anything is known."""
-        if self.facts is None or not (self.facts.remote or self.facts.reserved):
+    def predictor(self) -> Predictor | None:
+        """For steps with other numbers of instances like those there are. It goes by what is known now, whatever is
+        learned while it is asked; None before anything is known."""
+        facts, plans = self.facts, dict(self.plans)
+        if facts is None or not (facts.remote or facts.reserved):
             return None
-        like = (self.facts.remote or self.facts.reserved)[0]
-        remote = [replace(like)] * instances
-        facts = self.facts
-        near = self.plans.get(instances)
-        return best_plan(facts.groups, facts.prompt_tokens, remote, facts.reserved, facts.training, near).step_s
+        like = (facts.remote or facts.reserved)[0]
+
+        def predicted(instances: int) -> Generator[None, None, float | None]:
+            remote, near = [like] * instances, plans.get(instances)
+            if not (remote or facts.reserved):
+                return None
+            step_s: float | None = None
+            for best in search(facts.groups, facts.prompt_tokens, remote, facts.reserved, facts.training, near):
+                step_s = best.step_s
+                yield
+            return step_s
+
+        return predicted
 
 
 def thinned(facts: Facts, most: int = MOST_REPLAYED) -> Facts:

@@ -1,16 +1,18 @@
 """How many machines the manager wants and what becomes of them: joins the policy with the machines' state machine.
 
 `FleetSize` says how many are worth having, from each step's report and what the instances did in it; `Provision` asks
-for them and releases them. Pure as they are: events and `now` in, orders out.
+for them and releases them. The number is thought over bit by bit (`think`), between the frames of the step that has
+begun meanwhile. Pure as they are: events and `now` in, orders out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from penstock.observe.events import Event, FleetSized
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
+from penstock.rollout.offload import Predictor
 from penstock.rollout.provision import Provision
 from penstock.rollout.provision_types import InstanceView, Machine, MachineState, Orders, ProvisionConfig
 from penstock.rollout.provision_use import Use
@@ -51,21 +53,43 @@ class Provisioning:
         self._busy_at: float | None = None
         """A trainer was there last."""
         self._begun = False
+        self._deciding: Generator[None, None, int] | None = None
+
+    @property
+    def thinking(self) -> bool:
+        """The number is being thought over, and `think` goes on with it."""
+        return self._deciding is not None
 
     @property
     def cause(self) -> str:
         """Of the number that is wanted."""
         return self.size.cause
 
-    def step(self, report: StepReport, now: float, predict: Callable[[int], float | None] | None = None) -> None:
-        """A step is over. `predict`: seconds of a step with so many instances, where somebody knows."""
+    def step(self, report: StepReport, predictor: Predictor | None = None) -> None:
+        """A step is over: it is learned from, and the number is to be thought over. `predictor`: where somebody can say
+        how long other steps would take."""
         prices = [machine.price_per_h for machine in self.machines.machines if machine.counts]
         self.size.learn(
             start_s=self.machines.start_s,
             instance_price=sum(prices) / len(prices) if prices else None,
         )
+        self.size.learn_step(self._use.step(report, self.machines.take_losses()))
+        if self._deciding is None:
+            # Else the thought goes on: with steps shorter than it, a new one each time would never end.
+            self._deciding = self.size.deciding(predictor)
+
+    def think(self, now: float) -> None:
+        """One bit of it: some milliseconds. Once the number is there, it is followed."""
+        if self._deciding is None:
+            return
+        try:
+            next(self._deciding)
+        except StopIteration as end:
+            self._deciding = None
+            self._want(end.value, now)
+
+    def _want(self, wanted: int, now: float) -> None:
         before = self.machines.wanted
-        wanted = self.size.ended(self._use.step(report, self.machines.take_losses()), predict)
         self.machines.want(wanted, now)
         if wanted != before:
             self._sized(before, wanted, self.size.cause, now)

@@ -26,7 +26,7 @@ from penstock.errors import ConfigError
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report, ShortestQueue, load_policy
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
-from penstock.rollout.offload import Offload, StepTimes, Window, WindowView
+from penstock.rollout.offload import Offload, Predictor, StepTimes, Window, WindowView
 from penstock.rollout.plan import Plan
 from penstock.simulate.profiles import Profile
 from penstock.simulate.strategy import FixedSize, SizePolicy, Strategy, WindowPolicy
@@ -159,7 +159,7 @@ class PaperSize:
     def __post_init__(self) -> None:
         self.wanted = min(self.wanted, self.ceiling)
 
-    def ended(self, times: StepTimes, predict: Callable[[int], float | None] | None = None) -> int:
+    def ended(self, times: StepTimes, predictor: Predictor | None = None) -> int:
         if times.train_s > 0:
             bound = math.ceil((times.remote_busy_s + times.window_s * self.reserved) / times.train_s)
             self.wanted = max(1, min(self.ceiling, bound))

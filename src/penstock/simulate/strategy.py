@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.rollout.balance import BalancePolicy
-from penstock.rollout.offload import StepTimes, Window, WindowView
+from penstock.rollout.offload import Predictor, StepTimes, Window, WindowView
 
 __all__ = ["FixedSize", "SizePolicy", "Strategy", "WindowPolicy"]
 
@@ -25,7 +24,7 @@ class SizePolicy(Protocol):
 
     wanted: int
 
-    def ended(self, times: StepTimes, predict: Callable[[int], float | None] | None = None) -> int: ...
+    def ended(self, times: StepTimes, predictor: Predictor | None = None) -> int: ...
 
 
 @dataclass
@@ -34,7 +33,7 @@ class FixedSize:
 
     wanted: int
 
-    def ended(self, times: StepTimes, predict: Callable[[int], float | None] | None = None) -> int:
+    def ended(self, times: StepTimes, predictor: Predictor | None = None) -> int:
         return self.wanted
 
 

@@ -397,8 +397,8 @@ class World:
         )
         if self.strategy.window is not None:
             self.strategy.window.ended(times)
-        predict = self.strategy.window.predict if isinstance(self.strategy.window, Offload) else None
-        self.remotes.want(self.strategy.size.ended(times, predict))
+        predictor = self.strategy.window.predictor() if isinstance(self.strategy.window, Offload) else None
+        self.remotes.want(self.strategy.size.ended(times, predictor))
         self._begin()
 
     def _spans(self, step: _Step) -> dict[str, tuple[tuple[float, float], ...]]:

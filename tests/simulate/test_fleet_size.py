@@ -1,0 +1,108 @@
+"""What is simulated is what runs: a manager told what the simulator's machines did wants as many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+import pytest
+from simulated import small_profile
+
+from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
+from penstock.rollout.manager import Manager, ManagerConfig
+from penstock.rollout.offload import Facts, Offload, Predictor, StepTimes
+from penstock.rollout.plan import Plan
+from penstock.rollout.provision_types import InstanceView, ProvisionConfig
+from penstock.simulate.baselines import make_strategy
+from penstock.simulate.profiles import Prices
+from penstock.simulate.traces import static_trace
+from penstock.simulate.world import simulate
+from penstock.wire import StepReport
+
+
+@dataclass
+class Told:
+    """At the end of one of the simulator's steps."""
+
+    times: StepTimes
+    facts: Facts | None
+    plans: dict[int, Plan]
+    wanted: int = 0
+    asked: list[int] = field(default_factory=list)
+    """Numbers whose steps were replayed."""
+
+
+class Recorded(FleetSize):
+    """The policy, and what it was told."""
+
+    def __init__(self, config: FleetSizeConfig, reserved_engines: int, window: Offload) -> None:
+        super().__init__(config, reserved_engines)
+        self.window = window
+        self.told: list[Told] = []
+
+    def ended(self, times: StepTimes, predictor: Predictor | None = None) -> int:
+        told = Told(times, self.window.facts, dict(self.window.plans))
+        self.told.append(told)
+
+        def noted(instances: int) -> Generator[None, None, float | None]:
+            told.asked.append(instances)
+            assert predictor is not None
+            return (yield from predictor(instances))
+
+        told.wanted = super().ended(times, noted if predictor is not None else None)
+        return told.wanted
+
+
+def views(remote: int, working: bool, reserved: int, generating: bool) -> list[InstanceView]:
+    def view(name: str, own: bool, samples: int) -> InstanceView:
+        return InstanceView(peer=name, name=name, host="h", loading=False, ready=True, reserved=own, samples=samples)
+
+    return [view(f"spot{k}", False, int(working)) for k in range(remote)] + [
+        view(f"own{k}", True, int(generating)) for k in range(reserved)
+    ]
+
+
+@pytest.mark.parametrize(("machines", "spot_price"), [(1, 3.0), (3, 3.0), (6, 30.0)])
+def test_manager_and_simulator_come_to_the_same_number_from_the_same_facts(machines: int, spot_price: float) -> None:
+    profile = small_profile(prices=Prices(reserved=40.0, spot=spot_price, on_demand=40.0))
+    strategy = make_strategy("penstock", profile)
+    assert isinstance(strategy.window, Offload)
+    config = FleetSizeConfig(ceiling=8, first=4, reserved_price=40.0, instance_price=spot_price, start_s=2.0)
+    size = strategy.size = Recorded(config, profile.reserved_instances, strategy.window)
+    simulate(profile, static_trace(machines, 1e6), strategy, steps=7)
+
+    manager = Manager(ManagerConfig())
+    manager.provide(
+        ProvisionConfig(ceiling=8, first=4, reserved_price_per_h=40.0, price_per_h=spot_price, start_s=2.0),
+        2,
+        None,
+        0.0,
+    )
+    provisioning = manager.provisioning
+    assert provisioning is not None
+    now, wanted = 0.0, []
+    for step, told in enumerate(size.told):
+        # The manager's clock passes as the simulated machines spent it.
+        times = told.times
+        fleet = round(times.fleet)
+        assert fleet == pytest.approx(times.fleet, abs=0.01)
+        busy_s = times.remote_busy_s / max(1, fleet)
+        provisioning.tick(views(fleet, False, 2, False), now, True)
+        for until in sorted({times.window_s, busy_s, times.step_s}):
+            there = views(fleet, until <= busy_s, 2, until <= times.window_s)
+            provisioning.tick(there, now + until, True)
+        now += times.step_s
+        manager.windows.policy = Offload(facts=told.facts, plans=told.plans)
+        before = provisioning.machines.wanted
+        report = StepReport(step=step, step_s=times.step_s, train_s=times.train_s, trainer_wait_s=times.trainer_wait_s)
+        manager.on_trainer_frame(report, now)
+        bits = 0
+        while manager.thinking:
+            assert provisioning.machines.wanted == before
+            manager.think(now)
+            bits += 1
+        wanted.append(provisioning.machines.wanted)
+        assert bits > 10 * len(told.asked)
+    assert wanted == [told.wanted for told in size.told]
+    assert any(told.asked for told in size.told)
+    assert len(set(wanted)) > 1, "else a manager that never moves would do as well"
