@@ -261,3 +261,14 @@ def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
             yield node.target.id, node.value
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             yield node.targets[0].id, node.value
+
+
+def random_llama(seed: int, **shape: Any) -> Any:
+    """A Llama in float32 with weights drawn with `seed`, which knows no special tokens. `shape`: of LlamaConfig."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(bos_token_id=None, eos_token_id=None, **shape)).eval()

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.bench.common import Result, at_most, skipped
-from penstock.bench.fidelity_run import KINDS, MAX_PENDING, Measured, Setting, run_setting, small_model
+from penstock.bench.fidelity_run import KINDS, MAX_PENDING, Measured, Setting, run_setting, small_llama
 from penstock.observe.log import read_events
 from penstock.rollout.balanced import Balanced
 from penstock.simulate.fit import Fitted, fit_profile
@@ -84,7 +84,7 @@ def run(quick: bool) -> list[Result]:
     unseen = [_smaller(setting) for setting in UNSEEN if setting.name not in LEFT_OUT] if quick else UNSEEN
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        small_model(folder / "model")
+        small_llama().save_pretrained(folder / "model")
         seen = [_run(_smaller(setting) if quick else setting, seen_steps, folder) for setting in SEEN]
         fitted = _fit([measured.log for measured in seen])
         results = [_residual(fitted), *(_own(setting, measured, fitted) for setting, measured in zip(SEEN, seen))]

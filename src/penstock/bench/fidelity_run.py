@@ -16,32 +16,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.bench.common import random_llama
+from penstock.bench.rig import CALL_S, PROMPT_TOKENS, MadePrompts, joined_rig, rig_config
 from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded
 from penstock.instance.agent import Agent
 from penstock.instance.paced import PacedEngine
 from penstock.observe import events
 from penstock.observe.log import EventLog
-from penstock.reward.scorer import Scorer
-from penstock.rollout.client import RolloutClient
 from penstock.rollout.fleet import FleetConfig
 from penstock.rollout.manager import ManagerConfig
 from penstock.rollout.server import ManagerServer, ServerConfig
-from penstock.sample import Prompt
 from penstock.train.actor import Actor
 from penstock.train.batching import PassBatch
-from penstock.train.checkpoint import Checkpoints
 from penstock.train.edge import EdgeLoop
 from penstock.train.learner import Learner
-from penstock.train.loop import Trainer, TrainerPorts
-from penstock.weights import WeightStore
+from penstock.train.loop import Trainer
 
-PROMPT_TOKENS = 16
 STOP_ID = 7
 HEARTBEAT_S = 0.1
 MAX_PENDING = 8
 FRAME_STEPS = 2
-CALL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,33 +208,11 @@ def _rig(setting: Setting, model: Path, folder: Path) -> Iterator[_Rig]:
         far = parts.enter_context(EdgeLoop("fidelity-machines"))
         server = far.run(_open_server(config, token), "starting the manager", CALL_S)
         parts.callback(lambda: far.run(server.close(), "ending the manager", CALL_S))
-        machines = _Machines(server.url, token, setting, far)
-        store = WeightStore("fidelity", "127.0.0.1", 0, token)
-        source = store.start()
-        parts.callback(store.close)
-        edge = parts.enter_context(EdgeLoop())
-        scorer = edge.run(_open_scorer(), "loading the reward function", CALL_S)
-        parts.callback(lambda: edge.run(scorer.close(), "closing the scorer", CALL_S))
-        client = RolloutClient(server.url, token, log.emit, lambda status: None)
-        edge.run(client.connect(), "connecting to the manager", CALL_S)
-        parts.callback(lambda: edge.run(client.close(), "closing the manager's socket", CALL_S))
-        ports = TrainerPorts(
-            rollout=client,
-            scorer=scorer,
-            weights=store,
-            weights_source=source,
-            decoder=_Decoder(),
-            prompts=_Prompts(setting.prompts),
-            eval_prompts=(),
-            stop_ids=(STOP_ID,),
-            edge=edge,
-            emit=log.emit,
-            record=lambda step, metrics: None,
-            checkpoints=Checkpoints(folder / "checkpoints", 1),
-            watch=lambda: None,
+        rig = parts.enter_context(
+            joined_rig(folder, server.url, token, MadePrompts(setting.prompts, vary=True), (STOP_ID,), log.emit)
         )
-        parts.callback(machines.close)
-        yield _Rig(Trainer(config, Learner(config, actor), ports), machines, server)
+        machines = parts.enter_context(contextlib.closing(_Machines(server.url, token, setting, far)))
+        yield _Rig(Trainer(config, Learner(config, actor), rig.ports), machines, server)
 
 
 async def _open_server(config: RunConfig, token: str) -> ManagerServer:
@@ -250,64 +223,21 @@ async def _open_server(config: RunConfig, token: str) -> ManagerServer:
     return server
 
 
-async def _open_scorer() -> Scorer:
-    scorer = Scorer("penstock.reward.verifiers:random_reward")
-    await scorer.start()
-    return scorer
-
-
-class _Decoder:
-    """Paced tokens say nothing; their text is their numbers."""
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return str(len(token_ids))
-
-
-class _Prompts:
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def for_step(self, step: int) -> Sequence[Prompt]:
-        """Other prompts each step: answers are a function of the sample's name."""
-        return [
-            Prompt(k, "", [(k * 7 + position + step) % 100 for position in range(PROMPT_TOKENS)], {}, f"made[{k}]")
-            for k in range(self._count)
-        ]
-
-
 def _config(setting: Setting, model: Path) -> RunConfig:
-    table: dict[str, Any] = {
-        "model": {"path": str(model)},
-        "data": {"train": [{"kind": "jsonl", "path": "unused"}], "max_prompt_tokens": PROMPT_TOKENS},
-        "rollout": {
-            "prompts_per_step": setting.prompts,
-            "samples_per_prompt": setting.samples_per_prompt,
-            "heartbeat_s": HEARTBEAT_S,
-            "max_pending_per_instance": MAX_PENDING,
-            "sampling": {"max_new_tokens": setting.max_new_tokens},
-        },
-        "train": {
-            "device": "cpu",
-            "threads": 1,
-            "lr": 1e-6,
-            "old_logprobs": "recompute",
-            "skip_groups_without_signal": False,
-            "tokens_per_micro_batch": 1 << 20,
-            "min_samples_per_micro_batch": 32,
-        },
+    rollout = {
+        "prompts_per_step": setting.prompts,
+        "samples_per_prompt": setting.samples_per_prompt,
+        "heartbeat_s": HEARTBEAT_S,
+        "max_pending_per_instance": MAX_PENDING,
+        "sampling": {"max_new_tokens": setting.max_new_tokens},
     }
-    return RunConfig.model_validate(table)
+    return rig_config(model, rollout, {"tokens_per_micro_batch": 1 << 20, "min_samples_per_micro_batch": 32})
 
 
-def small_model(folder: Path) -> None:
+def small_llama() -> Any:
     """So small that its passes are shorter than their pace on any computer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    return random_llama(
+        0,
         vocab_size=101,
         hidden_size=16,
         intermediate_size=32,
@@ -315,7 +245,4 @@ def small_model(folder: Path) -> None:
         num_attention_heads=1,
         num_key_value_heads=1,
         max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=None,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import secrets
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,32 +19,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from penstock.bench.common import Result, at_most, median, skipped
-from penstock.bench.fidelity_run import small_model
+from penstock.bench.fidelity_run import small_llama
+from penstock.bench.rig import PROMPT_TOKENS, MadePrompts, Rig, local_rig, open_scorer, rig_config
 from penstock.config.run import RunConfig
-from penstock.errors import DeadlineExceeded
-from penstock.observe.events import Event
 from penstock.reward.scorer import Scorer
-from penstock.rollout.client import RolloutClient
-from penstock.sample import Prompt
 from penstock.train.actor import Actor
 from penstock.train.batching import PassBatch
-from penstock.train.checkpoint import Checkpoints
 from penstock.train.edge import EdgeLoop
 from penstock.train.learner import Learner
-from penstock.train.loop import Trainer, TrainerPorts
-from penstock.train.processes import LocalProcesses
-from penstock.weights import WeightStore
-from penstock.wire import FleetStatus
+from penstock.train.loop import Trainer
 
 DESCRIPTION = "What a reward adds to a step in each reward.mode, and how much it slows the trainer meanwhile"
 
 PROMPTS = 24
 SAMPLES_PER_PROMPT = 8
 SAMPLES = PROMPTS * SAMPLES_PER_PROMPT
-PROMPT_TOKENS = 16
 OUTPUT_TOKENS = 48
 MICRO_BATCH_SAMPLES = 16
 ENGINES = 2
@@ -92,13 +81,9 @@ class _Driver(Actor):
 def run(quick: bool) -> list[Result]:
     times, repetitions = (QUICK, 3) if quick else (FULL, 2)
     modes = [mode for mode in MODES if mode != "ray" or importlib.util.find_spec("ray")]
-    threads = torch.get_num_threads()
-    try:
-        with tempfile.TemporaryDirectory(prefix="pst-modes-") as name:
-            small_model(Path(name) / "model")
-            seen = _measured(Path(name), times, modes, repetitions)
-    finally:
-        torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory(prefix="pst-modes-") as name:
+        small_llama().save_pretrained(Path(name) / "model")
+        seen = _measured(Path(name), times, modes, repetitions)
     results = [row for kind in ("computes", "waits") for mode in modes for row in _rows(kind, mode, seen, times)]
     if "ray" not in modes:
         results.append(skipped("ray", "s", "pip install 'penstock[ray]'"))
@@ -126,25 +111,23 @@ def _measured(folder: Path, times: Times, modes: Sequence[str], repetitions: int
     """Every kind of step in turn, several times over, after one that warms up what they share."""
     kinds = [("instant", "thread"), *((kind, mode) for kind in ("computes", "waits") for mode in modes)]
     seen: dict[tuple[str, str], Seen] = {kind: Seen() for kind in kinds}
-    with _rig(folder, times) as rig:
-        trainers = {kind: rig.trainer(*kind, times) for kind in kinds}
-        rig.step(trainers[kinds[0]])
+    with _stage(folder, times) as stage:
+        trainers = {kind: stage.trainer(*kind, times) for kind in kinds}
+        stage.step(trainers[kinds[0]])
         for _ in range(repetitions):
             for kind in kinds:
-                step_s, driver_s = rig.step(trainers[kind])
+                step_s, driver_s = stage.step(trainers[kind])
                 seen[kind].steps_s.append(step_s)
                 seen[kind].driver_s.append(driver_s)
     return seen
 
 
 @dataclass
-class _Rig:
+class _Stage:
     config: RunConfig
     driver: _Driver
-    ports: TrainerPorts
-    edge: EdgeLoop
+    rig: Rig
     parts: contextlib.ExitStack
-    status: list[FleetStatus]
     url: str
     """Of a server that answers each sample's question after its share of the reward's time."""
     done: int = 0
@@ -158,22 +141,16 @@ class _Rig:
             "waits": ("asking", {"url": self.url}),
         }
         function, options = rewards[kind]
-
-        async def opened() -> Scorer:
-            scorer = Scorer(f"{FUNCTIONS}:{function}", options=options, mode=mode, processes=PROCESSES)
-            await scorer.start()
-            return scorer
-
-        scorer = self.edge.run(opened(), "loading the reward function", CALL_S)
-        self.parts.callback(lambda: self.edge.run(scorer.close(), "closing the scorer", CALL_S))
-        return Trainer(self.config, Learner(self.config, self.driver), replace(self.ports, scorer=scorer))
+        scorer = Scorer(f"{FUNCTIONS}:{function}", options=options, mode=mode, processes=PROCESSES)
+        open_scorer(self.rig.ports.edge, self.parts, scorer, CALL_S)
+        return Trainer(self.config, Learner(self.config, self.driver), replace(self.rig.ports, scorer=scorer))
 
     def step(self, trainer: Trainer) -> tuple[float, float]:
         """One step's seconds, and those of the main thread's fixed work."""
         trainer.step = trainer.version = self.done
         if not self.done:
             trainer.publish()
-        self._wait_until_ready(self.done)
+        self.rig.until_ready(ENGINES, self.done)
         self.driver.worked_s = 0.0
         # The trainer's own figure runs from the end of its step before, and others' steps came between.
         began = time.monotonic()
@@ -182,54 +159,20 @@ class _Rig:
         self.done += 1
         return took_s, self.driver.worked_s
 
-    def _wait_until_ready(self, version: int) -> None:
-        deadline = time.monotonic() + CALL_S
-        while sum(row.version == version for row in (self.status[-1].instances if self.status else ())) < ENGINES:
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"{ENGINES} instances were not ready with version {version} in {CALL_S:g} s")
-            time.sleep(0.02)
-
 
 @contextlib.contextmanager
-def _rig(folder: Path, times: Times) -> Iterator[_Rig]:
+def _stage(folder: Path, times: Times) -> Iterator[_Stage]:
     config = _config(folder / "model", times)
     driver = _Driver(folder / "model", config.train, total_optimizer_steps=1000, horizon_tokens=OUTPUT_TOKENS)
     passes = SAMPLES // MICRO_BATCH_SAMPLES
     driver.pass_s = times.step / 2 / passes
     driver.loops = _loops_of(0.75 * driver.pass_s)
-    token = secrets.token_urlsafe(16)
-    seen: list[Event] = []
-    status: list[FleetStatus] = []
-    with contextlib.ExitStack() as parts:
-        processes = LocalProcesses(config, folder, token, seen.append)
-        parts.callback(processes.close)
-        url = processes.start_manager()
-        for _ in range(ENGINES):
-            processes.start_engine(url, "the benchmark starts")
-        store = WeightStore("reward-modes", "127.0.0.1", 0, token)
-        source = store.start()
-        parts.callback(store.close)
-        edge = parts.enter_context(EdgeLoop())
-        client = RolloutClient(url, token, seen.append, status.append)
-        edge.run(client.connect(), "connecting to the manager", CALL_S)
-        parts.callback(lambda: edge.run(client.close(), "closing the manager's socket", CALL_S))
-        ports = TrainerPorts(
-            rollout=client,
-            scorer=_Nobody(),
-            weights=store,
-            weights_source=source,
-            decoder=_Decoder(),
-            prompts=_Prompts(),
-            eval_prompts=(),
-            stop_ids=(),
-            edge=edge,
-            emit=seen.append,
-            record=lambda step, metrics: None,
-            checkpoints=Checkpoints(folder / "checkpoints", 1),
-            watch=processes.check_manager,
-        )
-        service = parts.enter_context(_server(times.reward / SAMPLES))
-        yield _Rig(config, driver, ports, edge, parts, status, service)
+    with (
+        local_rig(config, folder, MadePrompts(PROMPTS), ENGINES) as rig,
+        _server(times.reward / SAMPLES) as url,
+        contextlib.ExitStack() as parts,
+    ):
+        yield _Stage(config, driver, rig, parts, url)
 
 
 @contextlib.contextmanager
@@ -257,28 +200,6 @@ def _server(wait_s: float) -> Iterator[str]:
             loop.run(runner.cleanup(), "ending the reward's server", CALL_S)
 
 
-class _Nobody:
-    """Stands where every trainer has a scorer of its own."""
-
-    async def score(self, sample: Any) -> Any:
-        raise AssertionError("a trainer without a scorer")
-
-
-class _Decoder:
-    """Paced tokens say nothing; their text is their number."""
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return str(len(token_ids))
-
-
-class _Prompts:
-    def for_step(self, step: int) -> Sequence[Prompt]:
-        return [
-            Prompt(k, "", [(k * 7 + position) % 100 for position in range(PROMPT_TOKENS)], {}, f"made[{k}]")
-            for k in range(PROMPTS)
-        ]
-
-
 def _fixed_work(loops: int) -> float:
     """Seconds that a fixed amount of pure Python takes."""
     began, total = time.perf_counter(), 0
@@ -295,27 +216,17 @@ def _loops_of(seconds: float) -> int:
 
 def _config(model: Path, times: Times) -> RunConfig:
     tokens_per_s = SAMPLES * OUTPUT_TOKENS / (0.9 * times.step)
-    return RunConfig.model_validate(
-        {
-            "model": {"path": str(model)},
-            "data": {"train": [{"kind": "jsonl", "path": "unused"}], "max_prompt_tokens": PROMPT_TOKENS},
-            "rollout": {
-                "prompts_per_step": PROMPTS,
-                "samples_per_prompt": SAMPLES_PER_PROMPT,
-                "heartbeat_s": 2.0,
-                "max_pending_per_instance": 8,
-                "sampling": {"max_new_tokens": OUTPUT_TOKENS},
-                # Few at once, so that samples finish one after another, as with answers of many lengths.
-                "engines": {"tokens_per_s": tokens_per_s / ENGINES, "max_running": 4, "frame_steps": 4},
-            },
-            "train": {
-                "device": "cpu",
-                "threads": 1,
-                "lr": 1e-6,
-                "old_logprobs": "recompute",
-                "skip_groups_without_signal": False,
-                "tokens_per_micro_batch": MICRO_BATCH_SAMPLES * (PROMPT_TOKENS + OUTPUT_TOKENS),
-                "min_samples_per_micro_batch": MICRO_BATCH_SAMPLES,
-            },
-        }
-    )
+    rollout = {
+        "prompts_per_step": PROMPTS,
+        "samples_per_prompt": SAMPLES_PER_PROMPT,
+        "heartbeat_s": 2.0,
+        "max_pending_per_instance": 8,
+        "sampling": {"max_new_tokens": OUTPUT_TOKENS},
+        # Few at once, so that samples finish one after another, as with answers of many lengths.
+        "engines": {"tokens_per_s": tokens_per_s / ENGINES, "max_running": 4, "frame_steps": 4},
+    }
+    train = {
+        "tokens_per_micro_batch": MICRO_BATCH_SAMPLES * (PROMPT_TOKENS + OUTPUT_TOKENS),
+        "min_samples_per_micro_batch": MICRO_BATCH_SAMPLES,
+    }
+    return rig_config(model, rollout, train)

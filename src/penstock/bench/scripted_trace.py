@@ -17,31 +17,27 @@ import bisect
 import contextlib
 import functools
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from penstock.bench.common import Result, at_most
+from penstock.bench.fidelity_run import small_llama
+from penstock.bench.rig import CALL_S, PROMPT_TOKENS, MadePrompts, local_rig, rig_config
 from penstock.config.run import RunConfig
-from penstock.errors import DeadlineExceeded
 from penstock.instance.engine import SequenceStart
 from penstock.instance.paced import paced_tokens
 from penstock.observe.events import Event, InstanceChanged, SamplesMoved, WeightsLoaded, WindowChanged
-from penstock.reward.scorer import Scorer
 from penstock.rollout.balanced import Balanced
-from penstock.rollout.client import RolloutClient
 from penstock.rollout.offload import Offload
-from penstock.sample import Prompt, SampleId, sample_seed
+from penstock.sample import SampleId, sample_seed
 from penstock.simulate.machine import SimSample
 from penstock.simulate.outcome import StepOutcome
 from penstock.simulate.profiles import Lengths, MachineProfile, Prices, Profile, Training
@@ -50,20 +46,15 @@ from penstock.simulate.traces import Change, Trace
 from penstock.simulate.world import World
 from penstock.train.actor import Actor
 from penstock.train.batching import PassBatch
-from penstock.train.checkpoint import Checkpoints
-from penstock.train.edge import EdgeLoop
 from penstock.train.learner import Learner
-from penstock.train.loop import Trainer, TrainerPorts
+from penstock.train.loop import Trainer
 from penstock.train.mini_batch import OptimizerStep
-from penstock.train.processes import LocalProcesses
-from penstock.weights import WeightStore
-from penstock.wire import FleetStatus, Sampling
+from penstock.wire import Sampling
 
 DESCRIPTION = "the real loop on a scripted trace of machines, its waits against the simulator's"
 
 PROMPTS = 16
 SAMPLES_PER_PROMPT = 8
-PROMPT_TOKENS = 16
 MEAN_TOKENS = 100
 MOST_TOKENS = 300
 STOP_ID = 7
@@ -82,7 +73,6 @@ REVIEW_S = 0.1
 """Between two looks of the simulated manager, as of the real one."""
 SCRIPT = (2, 6, 0, 3)
 RUN_SEED = 0
-CALL_S = 60.0
 STUCK = 2.0
 """A step that takes so many times the simulator's longest is called stuck."""
 EXPLAINED_S = 0.3
@@ -249,12 +239,19 @@ def _unexplained(measured: Measured, changes: Sequence[WindowChanged]) -> int:
 
 def _measure(folder: Path, phase_s: float) -> Measured:
     measured = Measured()
-    with _rig(folder, measured) as (trainer, machines, ready):
+    small_llama().save_pretrained(folder / "model")
+    config = _config(folder / "model")
+    actor = PacedActor(folder / "model", config.train, total_optimizer_steps=1, horizon_tokens=MOST_TOKENS)
+    with (
+        local_rig(config, folder, MadePrompts(PROMPTS), 0, (STOP_ID,), measured.events.append) as rig,
+        contextlib.closing(_Machines(rig.url, rig.token, folder)) as machines,
+    ):
+        trainer = Trainer(config, Learner(config, actor), rig.ports)
         trainer.publish()
         for _ in range(RESERVED):
             machines.add(reserved=True)
         machines.remote(SCRIPT[0])
-        ready(RESERVED + SCRIPT[0])
+        rig.until_ready(RESERVED + SCRIPT[0])
         measured.began_ts = time.time()
         began = time.monotonic()
         script = threading.Thread(target=_follow, args=(machines, phase_s), name="script", daemon=True)
@@ -272,126 +269,21 @@ def _follow(machines: _Machines, phase_s: float) -> None:
         machines.remote(count)
 
 
-@contextlib.contextmanager
-def _rig(folder: Path, measured: Measured) -> Iterator[tuple[Trainer, _Machines, Callable[[int], None]]]:
-    _small_model(folder / "model")
-    config = _config(folder / "model")
-    token = secrets.token_urlsafe(16)
-    status: list[FleetStatus] = []
-    with contextlib.ExitStack() as parts:
-        threads = torch.get_num_threads()
-        parts.callback(torch.set_num_threads, threads)
-        processes = LocalProcesses(config, folder, token, measured.events.append)
-        parts.callback(processes.close)
-        url = processes.start_manager()
-        store = WeightStore("scripted", "127.0.0.1", 0, token)
-        source = store.start()
-        parts.callback(store.close)
-        edge = parts.enter_context(EdgeLoop())
-        scorer = edge.run(_open_scorer(), "loading the reward function", CALL_S)
-        parts.callback(lambda: edge.run(scorer.close(), "closing the scorer", CALL_S))
-        client = RolloutClient(url, token, measured.events.append, status.append)
-        edge.run(client.connect(), "connecting to the manager", CALL_S)
-        parts.callback(lambda: edge.run(client.close(), "closing the manager's socket", CALL_S))
-        machines = _Machines(url, token, folder)
-        parts.callback(machines.close)
-        ports = TrainerPorts(
-            rollout=client,
-            scorer=scorer,
-            weights=store,
-            weights_source=source,
-            decoder=_Decoder(),
-            prompts=_SamePrompts(_prompts()),
-            eval_prompts=(),
-            stop_ids=(STOP_ID,),
-            edge=edge,
-            emit=measured.events.append,
-            record=lambda step, metrics: None,
-            checkpoints=Checkpoints(folder / "checkpoints", 1),
-            watch=processes.check_manager,
-        )
-
-        def ready(count: int) -> None:
-            deadline = time.monotonic() + CALL_S
-            while not status or sum(row.state == "ready" for row in status[-1].instances) < count:
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(f"{count} instances were not ready in {CALL_S:g} s")
-                time.sleep(0.02)
-
-        actor = PacedActor(folder / "model", config.train, total_optimizer_steps=1, horizon_tokens=MOST_TOKENS)
-        yield Trainer(config, Learner(config, actor), ports), machines, ready
-
-
-async def _open_scorer() -> Scorer:
-    scorer = Scorer("penstock.reward.verifiers:random_reward")
-    await scorer.start()
-    return scorer
-
-
-class _Decoder:
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return ""
-
-
-class _SamePrompts:
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._prompts = prompts
-
-    def for_step(self, step: int) -> Sequence[Prompt]:
-        return self._prompts
-
-
-def _prompts() -> list[Prompt]:
-    return [Prompt(k, "", [(k * 7 + n) % 100 for n in range(PROMPT_TOKENS)], {}, f"made[{k}]") for k in range(PROMPTS)]
-
-
 def _config(model: Path) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"path": str(model)},
-            "seed": RUN_SEED,
-            "data": {"train": [{"kind": "jsonl", "path": "unused"}], "max_prompt_tokens": PROMPT_TOKENS},
-            "manager": {"journal": "off"},
-            "rollout": {
-                "prompts_per_step": PROMPTS,
-                "samples_per_prompt": SAMPLES_PER_PROMPT,
-                "heartbeat_s": HEARTBEAT_S,
-                "max_pending_per_instance": MAX_PENDING,
-                "window": "auto",
-                "sampling": {"max_new_tokens": MOST_TOKENS},
-                "engines": {"count": 0, "max_context_tokens": 1024, "frame_steps": FRAME_STEPS},
-            },
-            "train": {
-                "device": "cpu",
-                "threads": 1,
-                "lr": 1e-6,
-                "old_logprobs": "recompute",
-                "skip_groups_without_signal": False,
-                "tokens_per_micro_batch": MICRO_BATCH_SAMPLES * (PROMPT_TOKENS + MOST_TOKENS),
-                "min_samples_per_micro_batch": MICRO_BATCH_SAMPLES,
-            },
-        }
-    )
-
-
-def _small_model(folder: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    rollout = {
+        "prompts_per_step": PROMPTS,
+        "samples_per_prompt": SAMPLES_PER_PROMPT,
+        "heartbeat_s": HEARTBEAT_S,
+        "max_pending_per_instance": MAX_PENDING,
+        "window": "auto",
+        "sampling": {"max_new_tokens": MOST_TOKENS},
+        "engines": {"count": 0, "max_context_tokens": 1024, "frame_steps": FRAME_STEPS},
+    }
+    train = {
+        "tokens_per_micro_batch": MICRO_BATCH_SAMPLES * (PROMPT_TOKENS + MOST_TOKENS),
+        "min_samples_per_micro_batch": MICRO_BATCH_SAMPLES,
+    }
+    return rig_config(model, rollout, train, seed=RUN_SEED, manager={"journal": "off"})
 
 
 # ---- the simulator

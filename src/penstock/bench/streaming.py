@@ -11,7 +11,6 @@ Rollout and training are measured in the step of the pair that waits, where neit
 from __future__ import annotations
 
 import contextlib
-import secrets
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,34 +21,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.bench.common import Result, at_least, at_most, median
+from penstock.bench.common import Result, at_least, at_most, median, random_llama
+from penstock.bench.rig import PROMPT_TOKENS, MadePrompts, Rig, local_rig, rig_config
 from penstock.config.run import RunConfig
-from penstock.errors import DeadlineExceeded
-from penstock.observe.events import Event
-from penstock.reward.scorer import Scorer
-from penstock.rollout.client import RolloutClient
 from penstock.sample import Prompt
 from penstock.train.actor import Actor
 from penstock.train.batching import collate
-from penstock.train.checkpoint import Checkpoints
-from penstock.train.edge import EdgeLoop
 from penstock.train.learner import Learner
-from penstock.train.loop import Trainer, TrainerPorts
+from penstock.train.loop import Trainer
 from penstock.train.mini_batch import OptimizerStep
-from penstock.train.processes import LocalProcesses
-from penstock.weights import WeightStore
-from penstock.wire import FleetStatus
 
 DESCRIPTION = "training while rollouts still run, against waiting for all of them first"
 
 PROMPTS = 24
 SAMPLES_PER_PROMPT = 8
-PROMPT_TOKENS = 16
 OUTPUT_TOKENS = 48
 MICRO_BATCH_SAMPLES = 16
 ENGINES = 2
 GRADIENT_NOISE = 1e-4
-CALL_S = 60.0
 
 
 @dataclass
@@ -87,19 +76,11 @@ class RecordingActor(Actor):
         return done
 
 
-class _SamePrompts:
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._prompts = prompts
-
-    def for_step(self, step: int) -> Sequence[Prompt]:
-        return self._prompts
-
-
 def run(quick: bool) -> list[Result]:
     repetitions = 3 if quick else 7
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as name:
-        _small_model(Path(name) / "model")
+        _small_llama().save_pretrained(Path(name) / "model")
         # A rollout as long as training is the hardest case: there is the most to overlap.
         for regime, share in (("rollout 1.25 x training", 1.25), ("rollout 0.8 x training", 0.8))[: 1 if quick else 2]:
             results += _measure(Path(name), regime, share, repetitions)
@@ -107,12 +88,8 @@ def run(quick: bool) -> list[Result]:
 
 
 def _measure(folder: Path, regime: str, rollout_over_training: float, repetitions: int) -> list[Result]:
-    before = torch.get_num_threads()
-    try:
-        with _bench(folder, rollout_over_training) as (streaming, waiting, ready):
-            pairs = [_pair(streaming, waiting, ready, step) for step in range(repetitions + 1)][1:]
-    finally:
-        torch.set_num_threads(before)
+    with _bench(folder, rollout_over_training) as (streaming, waiting, rig):
+        pairs = [_pair(streaming, waiting, rig, step) for step in range(repetitions + 1)][1:]
     overlap = [pair.streamed["step_s"] / pair.ideal_s for pair in pairs]
     saved = [pair.waited["step_s"] / pair.streamed["step_s"] for pair in pairs]
     serial = [pair.waited["step_s"] / pair.sum_s for pair in pairs]
@@ -133,14 +110,14 @@ def _measure(folder: Path, regime: str, rollout_over_training: float, repetition
     ]
 
 
-def _pair(streaming: Trainer, waiting: Trainer, ready: Any, step: int) -> Pair:
+def _pair(streaming: Trainer, waiting: Trainer, rig: Rig, step: int) -> Pair:
     metrics, gradients = [], []
     version = max(streaming.version, waiting.version)
     # They take turns in going first, so that a machine that slows down or speeds up favours neither.
     order = (streaming, waiting) if step % 2 else (waiting, streaming)
     for trainer in order:
         trainer.step, trainer.version = step, version
-        ready(version)
+        rig.until_ready(ENGINES, version)
         metrics.append(trainer.train_step())
         assert isinstance(trainer.learner.actor, RecordingActor)
         gradients.append(trainer.learner.actor.gradient)
@@ -152,119 +129,38 @@ def _pair(streaming: Trainer, waiting: Trainer, ready: Any, step: int) -> Pair:
 
 
 @contextlib.contextmanager
-def _bench(folder: Path, rollout_over_training: float) -> Iterator[tuple[Trainer, Trainer, Any]]:
-    """A streaming and a waiting trainer over one actor, manager and fleet, and a wait for all instances to be ready."""
-    actor = _actor(folder / "model")
-    prompts = _prompts()
-    train_s = _training_s(actor, prompts)
-    tokens_per_s = PROMPTS * SAMPLES_PER_PROMPT * OUTPUT_TOKENS / (rollout_over_training * train_s)
-    config = _config(folder / "model", tokens_per_s / ENGINES, streaming=True)
-    token = secrets.token_urlsafe(16)
-    status: list[FleetStatus] = []
-    seen: list[Event] = []
-    with contextlib.ExitStack() as parts:
-        processes = LocalProcesses(config, folder, token, seen.append)
-        parts.callback(processes.close)
-        url = processes.start_manager()
-        for _ in range(ENGINES):
-            processes.start_engine(url, "the benchmark starts")
-        store = WeightStore("streaming", "127.0.0.1", 0, token)
-        source = store.start()
-        parts.callback(store.close)
-        edge = parts.enter_context(EdgeLoop())
-        scorer = edge.run(_open_scorer(), "loading the reward function", CALL_S)
-        parts.callback(lambda: edge.run(scorer.close(), "closing the scorer", CALL_S))
-        client = RolloutClient(url, token, seen.append, status.append)
-        edge.run(client.connect(), "connecting to the manager", CALL_S)
-        parts.callback(lambda: edge.run(client.close(), "closing the manager's socket", CALL_S))
-        ports = TrainerPorts(
-            rollout=client,
-            scorer=scorer,
-            weights=store,
-            weights_source=source,
-            decoder=_Decoder(),
-            prompts=_SamePrompts(prompts),
-            eval_prompts=(),
-            stop_ids=(),
-            edge=edge,
-            emit=seen.append,
-            record=lambda step, metrics: None,
-            checkpoints=Checkpoints(folder / "checkpoints", 1),
-            watch=processes.check_manager,
-        )
-
-        def ready(version: int) -> None:
-            """Waits until every instance holds `version`, so that loading it is in nobody's step."""
-            deadline = time.monotonic() + CALL_S
-            while not (status and _all_ready(status[-1], version)):
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(f"{ENGINES} instances were not ready with version {version} in {CALL_S:g} s")
-                time.sleep(0.02)
-
-        streaming = Trainer(config, Learner(config, actor), ports)
-        waiting = Trainer(
-            _config(folder / "model", tokens_per_s / ENGINES, streaming=False), Learner(config, actor), ports
-        )
+def _bench(folder: Path, rollout_over_training: float) -> Iterator[tuple[Trainer, Trainer, Rig]]:
+    """A streaming and a waiting trainer over one actor, manager and fleet."""
+    model, prompts = folder / "model", MadePrompts(PROMPTS)
+    actor = RecordingActor(
+        model, _config(model, 1.0, streaming=True).train, total_optimizer_steps=1, horizon_tokens=OUTPUT_TOKENS
+    )
+    train_s = _training_s(actor, prompts.for_step(0))
+    tokens_per_s = PROMPTS * SAMPLES_PER_PROMPT * OUTPUT_TOKENS / (rollout_over_training * train_s) / ENGINES
+    config, other = (_config(model, tokens_per_s, streaming) for streaming in (True, False))
+    with local_rig(config, folder, prompts, ENGINES) as rig:
+        streaming = Trainer(config, Learner(config, actor), rig.ports)
+        waiting = Trainer(other, Learner(config, actor), rig.ports)
         streaming.publish()
-        yield streaming, waiting, ready
-
-
-def _all_ready(status: FleetStatus, version: int) -> bool:
-    holding = [row for row in status.instances if row.state == "ready" and row.version == version]
-    return len(holding) == ENGINES
-
-
-async def _open_scorer() -> Scorer:
-    scorer = Scorer("penstock.reward.verifiers:random_reward")
-    await scorer.start()
-    return scorer
-
-
-class _Decoder:
-    """Paced tokens say nothing; their text is their numbers."""
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return " ".join(map(str, token_ids))
-
-
-def _prompts() -> list[Prompt]:
-    return [
-        Prompt(k, "", [(k * 7 + position) % 100 for position in range(PROMPT_TOKENS)], {}, f"made[{k}]")
-        for k in range(PROMPTS)
-    ]
+        yield streaming, waiting, rig
 
 
 def _config(model: Path, tokens_per_s: float, streaming: bool) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"path": str(model)},
-            "data": {"train": [{"kind": "jsonl", "path": "unused"}], "max_prompt_tokens": PROMPT_TOKENS},
-            "rollout": {
-                "prompts_per_step": PROMPTS,
-                "samples_per_prompt": SAMPLES_PER_PROMPT,
-                "heartbeat_s": 2.0,
-                "max_pending_per_instance": 8,
-                "sampling": {"max_new_tokens": OUTPUT_TOKENS},
-                # Few at once, so that samples finish one after another, as with answers of many lengths.
-                "engines": {"tokens_per_s": tokens_per_s, "max_running": 4, "frame_steps": 4},
-            },
-            "train": {
-                "device": "cpu",
-                "threads": 1,
-                "lr": 1e-6,
-                "old_logprobs": "recompute",
-                "skip_groups_without_signal": False,
-                "tokens_per_micro_batch": MICRO_BATCH_SAMPLES * (PROMPT_TOKENS + OUTPUT_TOKENS),
-                "min_samples_per_micro_batch": MICRO_BATCH_SAMPLES,
-                "streaming": streaming,
-            },
-        }
-    )
-
-
-def _actor(model: Path) -> RecordingActor:
-    config = _config(model, 1.0, streaming=True).train
-    return RecordingActor(model, config, total_optimizer_steps=1, horizon_tokens=OUTPUT_TOKENS)
+    rollout = {
+        "prompts_per_step": PROMPTS,
+        "samples_per_prompt": SAMPLES_PER_PROMPT,
+        "heartbeat_s": 2.0,
+        "max_pending_per_instance": 8,
+        "sampling": {"max_new_tokens": OUTPUT_TOKENS},
+        # Few at once, so that samples finish one after another, as with answers of many lengths.
+        "engines": {"tokens_per_s": tokens_per_s, "max_running": 4, "frame_steps": 4},
+    }
+    train = {
+        "tokens_per_micro_batch": MICRO_BATCH_SAMPLES * (PROMPT_TOKENS + OUTPUT_TOKENS),
+        "min_samples_per_micro_batch": MICRO_BATCH_SAMPLES,
+        "streaming": streaming,
+    }
+    return rig_config(model, rollout, train)
 
 
 def _training_s(actor: Actor, prompts: Sequence[Prompt]) -> float:
@@ -282,13 +178,9 @@ def _training_s(actor: Actor, prompts: Sequence[Prompt]) -> float:
     return median(taken_s) * PROMPTS * SAMPLES_PER_PROMPT / MICRO_BATCH_SAMPLES
 
 
-def _small_model(folder: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    torch.manual_seed(0)
-    config = LlamaConfig(
+def _small_llama() -> Any:
+    return random_llama(
+        0,
         vocab_size=101,
         hidden_size=128,
         intermediate_size=352,
@@ -297,7 +189,4 @@ def _small_model(folder: Path) -> None:
         num_key_value_heads=4,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)

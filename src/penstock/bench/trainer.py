@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.bench.common import Result, at_least, median
+from penstock.bench.common import Result, at_least, median, random_llama
 from penstock.config.run import RunConfig
 from penstock.sample import Finish, Group, Prompt, Sample, SampleId, Score
 from penstock.train.actor import load_causal_lm
@@ -115,12 +115,8 @@ def _config(model: Path, longest: int) -> RunConfig:
 
 
 def _make_model(folder: Path, hidden: int, layers: int, inner: int, positions: int) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    model = random_llama(
+        0,
         vocab_size=1024,
         hidden_size=hidden,
         intermediate_size=inner,
@@ -130,7 +126,7 @@ def _make_model(folder: Path, hidden: int, layers: int, inner: int, positions: i
         max_position_embeddings=positions,
         tie_word_embeddings=True,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model.save_pretrained(folder)
 
 
 def _groups(count: int, shortest: int, longest: int) -> list[Group]:
