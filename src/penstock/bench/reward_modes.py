@@ -21,7 +21,7 @@ from typing import Any
 
 from penstock.bench.common import Result, at_most, median, skipped
 from penstock.bench.fidelity_run import small_llama
-from penstock.bench.rig import PROMPT_TOKENS, MadePrompts, Rig, local_rig, open_scorer, rig_config
+from penstock.bench.rig import PROMPT_TOKENS, MadePrompts, Rig, local_rig, open_scorer, rig_config, timed_step
 from penstock.config.run import RunConfig
 from penstock.reward.scorer import Scorer
 from penstock.train.actor import Actor
@@ -152,12 +152,9 @@ class _Stage:
             trainer.publish()
         self.rig.until_ready(ENGINES, self.done)
         self.driver.worked_s = 0.0
-        # The trainer's own figure runs from the end of its step before, and others' steps came between.
-        began = time.monotonic()
-        trainer.train_step()
-        took_s = time.monotonic() - began
+        metrics = timed_step(trainer)
         self.done += 1
-        return took_s, self.driver.worked_s
+        return metrics["step_s"], self.driver.worked_s
 
 
 @contextlib.contextmanager

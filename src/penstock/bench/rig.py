@@ -21,7 +21,7 @@ from penstock.rollout.client import RolloutClient
 from penstock.sample import Prompt
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.edge import EdgeLoop
-from penstock.train.loop import TrainerPorts
+from penstock.train.loop import Trainer, TrainerPorts
 from penstock.train.ports import Emit
 from penstock.train.processes import LocalProcesses
 from penstock.weights import WeightStore
@@ -118,6 +118,16 @@ def open_scorer(edge: EdgeLoop, parts: contextlib.ExitStack, scorer: Scorer, tim
     edge.run(scorer.start(), "loading the reward function", timeout_s)
     parts.callback(lambda: edge.run(scorer.close(), "closing the scorer", timeout_s))
     return scorer
+
+
+def timed_step(trainer: Trainer) -> dict[str, float]:
+    """One step's metrics, its own seconds as `step_s`.
+
+    The trainer counts from its last step on; where several take turns, the others' steps would be in it.
+    """
+    began = time.perf_counter()
+    metrics = trainer.train_step()
+    return {**metrics, "step_s": time.perf_counter() - began}
 
 
 @dataclass(frozen=True, slots=True)

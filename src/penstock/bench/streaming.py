@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.bench.common import Result, at_least, at_most, median, random_llama
-from penstock.bench.rig import PROMPT_TOKENS, MadePrompts, Rig, local_rig, rig_config
+from penstock.bench.rig import PROMPT_TOKENS, MadePrompts, Rig, local_rig, rig_config, timed_step
 from penstock.config.run import RunConfig
 from penstock.sample import Prompt
 from penstock.train.actor import Actor
@@ -118,7 +118,7 @@ def _pair(streaming: Trainer, waiting: Trainer, rig: Rig, step: int) -> Pair:
     for trainer in order:
         trainer.step, trainer.version = step, version
         rig.until_ready(ENGINES, version)
-        metrics.append(trainer.train_step())
+        metrics.append(timed_step(trainer))
         assert isinstance(trainer.learner.actor, RecordingActor)
         gradients.append(trainer.learner.actor.gradient)
         version = trainer.version
