@@ -24,6 +24,7 @@ from penstock.errors import CheckpointError, EngineError
 from penstock.instance.builtin.core import BuiltinCore, CoreOptions, PreparedWeights
 from penstock.instance.builtin.ranks import RankDied, Ranks
 from penstock.instance.engine import DEFAULT_CONTEXT_TOKENS, EngineInfo, EngineLoad, SequenceStart, TokenDelta
+from penstock.instance.sequences import without
 from penstock.weights.manifest import StagedWeights
 
 _log = logging.getLogger(__name__)
@@ -194,7 +195,7 @@ class BuiltinEngine:
             if isinstance(item, _Stopped):
                 self._stopped.difference_update(item)
                 continue
-            delta = _without(item, self._stopped) if self._stopped else item
+            delta = without(item, self._stopped)
             try:
                 if delta.leases:
                     yield delta
@@ -372,23 +373,6 @@ class _Command:
             raise
         if self.answer is not None:
             self.answer.set_result(None)
-
-
-def _without(delta: TokenDelta, leases: set[int]) -> TokenDelta:
-    """`delta` without the rows of `leases`."""
-    kept = TokenDelta(version=delta.version)
-    at = 0
-    for lease, start, count, finish in zip(delta.leases, delta.starts, delta.counts, delta.finishes, strict=True):
-        if lease not in leases:
-            kept.leases.append(lease)
-            kept.starts.append(start)
-            kept.counts.append(count)
-            kept.finishes.append(finish)
-            kept.token_ids.extend(delta.token_ids[at : at + count])
-            kept.logprobs.extend(delta.logprobs[at : at + count])
-        at += count
-    kept.causes = {lease: cause for lease, cause in delta.causes.items() if lease not in leases}
-    return kept
 
 
 def resolve_device(device: str) -> torch.device:
