@@ -70,6 +70,16 @@ def test_a_move_that_gains_too_little_is_not_made() -> None:
     assert learned(gain=0.9).moves(0, loads, held.__getitem__) == []
 
 
+def test_what_is_gained_within_one_report_is_no_reason_to_move() -> None:
+    held = {"i0": rows(1, 24), "i1": rows(100, 1)}
+    loads = [InstanceLoad("i0", 24, 32), InstanceLoad("i1", 1, 32)]
+    policy = learned()
+    assert policy.moves(0, loads, held.__getitem__)
+    for k in range(60):
+        policy.report(Report(f"i{k % 2}", 60.0, 20, 2000.0, round(60 / TRUTH.step_s(20, 2000.0)) * 20, 0))
+    assert policy.moves(0, loads, held.__getitem__) == []
+
+
 def test_before_anything_is_learned_no_running_sample_moves() -> None:
     held = {"i0": rows(1, 24), "i1": rows(100, 1)}
     assert Balanced(4).moves(0, [InstanceLoad("i0", 24, 32), InstanceLoad("i1", 1, 32)], held.__getitem__) == []

@@ -7,8 +7,9 @@ Three decisions on top of the shortest queue:
 - Nothing waits at the manager, and an instance has a free place while another has samples waiting: those move. They
   have cost nothing yet.
 - Nothing waits anywhere, and one instance would finish much later than another: running samples move, those with the
-  longest expected remainder first, if the later of the two then ends earlier by more than a margin, the prefill of
-  what is moved counted at its learned price. A sample is moved by choice at most `max_moves` times.
+  longest expected remainder first, if the later of the two then ends earlier by more than a margin and by more than the
+  time between two reports, the prefill of what is moved counted at its learned price. A sample is moved by choice at
+  most `max_moves` times.
 
 Until speeds are learned it is the shortest queue.
 """
@@ -54,6 +55,8 @@ class Balanced(ShortestQueue):
     """The last report of each on the open batch."""
     _most: dict[str, int] = field(default_factory=dict)
     """Samples that an instance may hold at its pace, as of the last look."""
+    _report_s: float = 0.0
+    """Covered by a report lately: what would be gained within one was not measured, and is gone before it can be seen."""
     _per_prompt: int = 1
     _weights: dict[str, float] = field(default_factory=dict)
     """Worked out since the last report of each."""
@@ -70,6 +73,7 @@ class Balanced(ShortestQueue):
             curve.report(report.wall_s, report.running, report.context_tokens, report.tokens, report.prefilled)
         self._weights.pop(report.instance, None)
         self._told[report.instance] = report
+        self._report_s += (report.wall_s - self._report_s) * (LATELY if self._report_s else 1.0)
         if report.pending or report.instance in self._memory:
             # What it holds without anybody waiting fits, too.
             self._memory[report.instance] = max(self._memory.get(report.instance, 0.0), report.context_tokens)
@@ -266,7 +270,7 @@ class Balanced(ShortestQueue):
         here.sort(key=lambda held: (-held[0], held[2]))
         movable = [held for held in here if held[3] < self.max_moves]
         before = max(self._drain(slow, source, here), self._drain(fast, target, there))
-        best, best_s = 0, before * (1 - self.gain)
+        best, best_s = 0, min(before * (1 - self.gain), before - self._report_s)
         count = 1
         while count <= len(movable):
             chosen = {held[2] for held in movable[:count]}

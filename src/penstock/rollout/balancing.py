@@ -84,6 +84,9 @@ class Balancing:
             if sample.batch.ended:
                 ended[sample.batch.name] = sample.batch
         for batch in ended.values():
+            # Who waited for a place then says nothing about the next batch's samples.
+            for beat in self._beats.values():
+                beat.full = False
             self.policy.batch_ended()
             self._log.batch_ended(batch)
 
