@@ -29,7 +29,7 @@ TEST_PROCESSES ?= 2
 test: install
 	$(VENV)/bin/pytest -n $(TEST_PROCESSES) --dist worksteal
 
-# Two hundred seeded faults of every kind over one run; `make test` has fifty.
+# Two hundred seeded faults of every kind over one run (`make test` has fifty), and the longest of the whole runs.
 test-chaos: install
 	$(VENV)/bin/pytest -m ci
 

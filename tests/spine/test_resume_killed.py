@@ -68,7 +68,7 @@ def kill_at_line(work: Path, words: list[str], line_number: int) -> None:
     process.stdout.close()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_killed_at_random_moments_has_the_metrics_of_one_that_was_not(work: Path) -> None:
     chance = random.Random(os.environ.get("PENSTOCK_KILL_SEED", "7"))
     train(work, *PPO, "--name=whole")

@@ -100,7 +100,7 @@ def test_a_run_learns_from_the_rewards_of_its_own_model_and_is_judged_by_its_fun
     assert {row["score"] for row in samples_of(folder, "eval-")} <= {0.0, 1.0}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_workers_that_are_killed_are_replaced_and_cost_the_samples_of_one_call(work: Path) -> None:
     process = start(work, "--train.steps=12")
     try:
@@ -122,7 +122,7 @@ def test_workers_that_are_killed_are_replaced_and_cost_the_samples_of_one_call(w
         assert not worker.is_running()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ctrl_c_ends_the_models_workers_too(work: Path) -> None:
     process = start(work, "--train.steps=1000")
     try:

@@ -56,7 +56,7 @@ class Balanced(ShortestQueue):
     _most: dict[str, int] = field(default_factory=dict)
     """Samples that an instance may hold at its pace, as of the last look."""
     _report_s: float = 0.0
-    """Covered by a report lately: what would be gained within one was not measured, and is gone before it can be seen."""
+    """Covered by a report lately: what would be gained within one was not measured."""
     _per_prompt: int = 1
     _weights: dict[str, float] = field(default_factory=dict)
     """Worked out since the last report of each."""
