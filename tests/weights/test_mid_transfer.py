@@ -86,7 +86,9 @@ class Between:
             while unsent(sock):
                 await asyncio.sleep(0)
         finally:
+            # Before its sockets are closed: the loop would forget the next connection of the same number.
             asking.cancel()
+            await asyncio.wait([asking])
             up.close()
             reset(sock)
             self.cut.set()
