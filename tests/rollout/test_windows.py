@@ -385,6 +385,26 @@ def test_whatever_happens_a_step_ends_and_no_engine_runs_while_the_trainer_has_i
     assert all(event.cause for event in world.told("opened") + world.told("closed"))
 
 
+def waited_for(world: TurnWorld, batch: str, own: SimulatedAgent, spot: SimulatedAgent, plays: int) -> None:
+    """A step whose trainer waits two seconds for the remote instance, which goes on alone."""
+    world.trainer(submit(batch, samples_per_prompt=8, max_new_tokens=60))
+    for _ in range(plays):
+        world.pass_time(0.1)
+        world.play(own, 1)
+        world.play(spot, 1)
+        world.hand_over()
+    world.say("wants", batch)
+    world.hand_over()
+    world.say("waits", batch)
+    world.pass_time(2.0)
+    world.play_out()
+    world.say("wants", batch)
+    world.hand_over()
+    world.pass_time(1.0)
+    world.say("trained", batch)
+    world.say("ended", batch, tokens=1000, train_s=1.0, rest_s=0.1)
+
+
 def test_a_window_is_learned_from_the_waits_and_the_event_says_so() -> None:
     world = TurnWorld()
     manager: Manager = world.manager
@@ -392,23 +412,7 @@ def test_a_window_is_learned_from_the_waits_and_the_event_says_so() -> None:
     for step in range(3):
         batch = f"train-{step}"
         world.say("begins", batch)
-        world.trainer(submit(batch, samples_per_prompt=8, max_new_tokens=60))
-        for _ in range(40):
-            world.pass_time(0.1)
-            world.play(own, 1)
-            world.play(spot, 1)
-            world.hand_over()
-        # The remote instance goes on alone, and the trainer waits for it.
-        world.say("wants", batch)
-        world.hand_over()
-        world.say("waits", batch)
-        world.pass_time(2.0)
-        world.play_out()
-        world.say("wants", batch)
-        world.hand_over()
-        world.pass_time(1.0)
-        world.say("trained", batch)
-        world.say("ended", batch, tokens=1000, train_s=1.0, rest_s=0.1)
+        waited_for(world, batch, own, spot, plays=40)
     first = next(event for event in world.told("learned") if event.trainer_wait_s >= 2.0)
     assert first.fleet == 1
     assert f"the trainer waited {first.trainer_wait_s:.3g} s" in first.cause
@@ -451,22 +455,7 @@ def learned(world: TurnWorld, steps: int = 3) -> Offload:
         world.say("begins", batch)
         while world.manager.thinking:
             world.carry_out(world.manager.think(world.now))
-        world.trainer(submit(batch, samples_per_prompt=8, max_new_tokens=60))
-        for _ in range(12):
-            world.pass_time(0.1)
-            world.play(own, 1)
-            world.play(spot, 1)
-            world.hand_over()
-        world.say("wants", batch)
-        world.hand_over()
-        world.say("waits", batch)
-        world.pass_time(2.0)
-        world.play_out()
-        world.say("wants", batch)
-        world.hand_over()
-        world.pass_time(1.0)
-        world.say("trained", batch)
-        world.say("ended", batch, tokens=1000, train_s=1.0, rest_s=0.1)
+        waited_for(world, batch, own, spot, plays=12)
         world.trainer(ReleaseBatch(batch=batch))
     policy = world.manager.windows.policy
     assert isinstance(policy, Offload)

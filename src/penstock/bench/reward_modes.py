@@ -21,7 +21,7 @@ from typing import Any
 
 from penstock.bench.common import Result, at_most, median, skipped
 from penstock.bench.fidelity_run import small_llama
-from penstock.bench.rig import PROMPT_TOKENS, MadePrompts, Rig, local_rig, open_scorer, rig_config, timed_step
+from penstock.bench.rig import MadePrompts, Rig, local_rig, one_by_one, open_scorer, timed_step
 from penstock.config.run import RunConfig
 from penstock.reward.scorer import Scorer
 from penstock.train.actor import Actor
@@ -213,17 +213,4 @@ def _loops_of(seconds: float) -> int:
 
 def _config(model: Path, times: Times) -> RunConfig:
     tokens_per_s = SAMPLES * OUTPUT_TOKENS / (0.9 * times.step)
-    rollout = {
-        "prompts_per_step": PROMPTS,
-        "samples_per_prompt": SAMPLES_PER_PROMPT,
-        "heartbeat_s": 2.0,
-        "max_pending_per_instance": 8,
-        "sampling": {"max_new_tokens": OUTPUT_TOKENS},
-        # Few at once, so that samples finish one after another, as with answers of many lengths.
-        "engines": {"tokens_per_s": tokens_per_s / ENGINES, "max_running": 4, "frame_steps": 4},
-    }
-    train = {
-        "tokens_per_micro_batch": MICRO_BATCH_SAMPLES * (PROMPT_TOKENS + OUTPUT_TOKENS),
-        "min_samples_per_micro_batch": MICRO_BATCH_SAMPLES,
-    }
-    return rig_config(model, rollout, train)
+    return one_by_one(model, PROMPTS, SAMPLES_PER_PROMPT, OUTPUT_TOKENS, MICRO_BATCH_SAMPLES, tokens_per_s / ENGINES)

@@ -165,3 +165,25 @@ def rig_config(model: Path, rollout: Mapping[str, Any], train: Mapping[str, Any]
     return RunConfig.model_validate(
         {"model": {"path": str(model)}, "data": data, "rollout": rollout, "train": {**alone, **train}, **sections}
     )
+
+
+def one_by_one(
+    model: Path, prompts: int, per_prompt: int, output_tokens: int, micro_batch: int, tokens_per_s: float, **train: Any
+) -> RunConfig:
+    """A run of few samples at once, so that they finish one after another, as with answers of many lengths.
+
+    `micro_batch`: samples; `tokens_per_s`: of each engine.
+    """
+    rollout = {
+        "prompts_per_step": prompts,
+        "samples_per_prompt": per_prompt,
+        "heartbeat_s": 2.0,
+        "max_pending_per_instance": 8,
+        "sampling": {"max_new_tokens": output_tokens},
+        "engines": {"tokens_per_s": tokens_per_s, "max_running": 4, "frame_steps": 4},
+    }
+    passes = {
+        "tokens_per_micro_batch": micro_batch * (PROMPT_TOKENS + output_tokens),
+        "min_samples_per_micro_batch": micro_batch,
+    }
+    return rig_config(model, rollout, passes | train)

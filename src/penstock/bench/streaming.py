@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.bench.common import Result, at_least, at_most, median, random_llama
-from penstock.bench.rig import PROMPT_TOKENS, MadePrompts, Rig, local_rig, rig_config, timed_step
+from penstock.bench.rig import MadePrompts, Rig, local_rig, one_by_one, timed_step
 from penstock.config.run import RunConfig
 from penstock.sample import Prompt
 from penstock.train.actor import Actor
@@ -146,21 +146,9 @@ def _bench(folder: Path, rollout_over_training: float) -> Iterator[tuple[Trainer
 
 
 def _config(model: Path, tokens_per_s: float, streaming: bool) -> RunConfig:
-    rollout = {
-        "prompts_per_step": PROMPTS,
-        "samples_per_prompt": SAMPLES_PER_PROMPT,
-        "heartbeat_s": 2.0,
-        "max_pending_per_instance": 8,
-        "sampling": {"max_new_tokens": OUTPUT_TOKENS},
-        # Few at once, so that samples finish one after another, as with answers of many lengths.
-        "engines": {"tokens_per_s": tokens_per_s, "max_running": 4, "frame_steps": 4},
-    }
-    train = {
-        "tokens_per_micro_batch": MICRO_BATCH_SAMPLES * (PROMPT_TOKENS + OUTPUT_TOKENS),
-        "min_samples_per_micro_batch": MICRO_BATCH_SAMPLES,
-        "streaming": streaming,
-    }
-    return rig_config(model, rollout, train)
+    return one_by_one(
+        model, PROMPTS, SAMPLES_PER_PROMPT, OUTPUT_TOKENS, MICRO_BATCH_SAMPLES, tokens_per_s, streaming=streaming
+    )
 
 
 def _training_s(actor: Actor, prompts: Sequence[Prompt]) -> float:
