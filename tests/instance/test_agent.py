@@ -678,6 +678,33 @@ async def test_an_engine_that_is_stuck_ends_the_agent_rather_than_beat_on(store:
             assert goodbye.engine_failed
 
 
+class LosesEnds(PacedEngine):
+    """Draws to the end, and keeps the last tokens of lease 2 to itself."""
+
+    async def deltas(self) -> AsyncIterator[TokenDelta]:
+        async for delta in super().deltas():
+            if 2 not in delta.leases or delta.finishes[delta.leases.index(2)] is Finish.RUNNING:
+                yield delta
+
+
+async def test_an_engine_that_lost_a_sequence_s_last_tokens_ends_the_agent(store: WeightStore) -> None:
+    """It is idle and counts nothing; the manager would wait for the sample, and the step with it."""
+    async with FakeManager(heartbeat_s=0.02) as manager:
+        agent = agent_of(manager, LosesEnds(tokens_per_s=20_000.0), stall_s=0.2)
+        async with running(agent) as task:
+            session = await manager.session()
+            await load(session, store)
+            await session.send(start_frame([1], sampling=Sampling(max_new_tokens=8)))
+            await session.wait_for(lambda _: session.finishes().get(1))
+            await session.next_of(Heartbeat, count=20)
+            assert not task.done(), "everything that it was given has ended"
+            await session.send(start_frame([2], sampling=Sampling(max_new_tokens=8)))
+            with pytest.raises(EngineError, match=r"0 sequences running and 0 waiting, of 1 that it was given"):
+                await asyncio.wait_for(task, 60)
+            await asyncio.wait_for(session.closed.wait(), 60)
+            assert session.of(Goodbye)[0].engine_failed
+
+
 async def test_an_agent_that_has_to_wait_for_work_says_so_on_its_own_screen(caplog: pytest.LogCaptureFixture) -> None:
     async with FakeManager() as manager:
         manager.welcome = Welcome(instance="i", heartbeat_s=1.0, frame_steps=4, hold_off_s=30.0)

@@ -280,6 +280,15 @@ def test_an_engine_is_stuck_when_it_has_work_and_counts_nothing() -> None:
     assert watch.stalled_for(load(waiting=3, prefilled=5, generated=1), 141.0) == 0
 
 
+def test_an_engine_that_is_idle_and_has_not_ended_what_it_was_given_is_stuck() -> None:
+    watch = StallWatch(stall_s=10.0, now=0.0)
+    assert watch.stalled_for(load(generated=8), 9.0, leases=1) == 0
+    assert watch.stalled_for(load(generated=8), 18.0, leases=1) == 0
+    assert watch.stalled_for(load(generated=8), 20.0, leases=1) == 11.0
+    assert watch.stalled_for(load(generated=8), 21.0, leases=0) == 0
+    assert watch.stalled_for(load(generated=8), 30.0, leases=1) == 0
+
+
 def test_an_engine_in_a_long_prefill_is_slow_and_one_that_hangs_in_it_is_stuck() -> None:
     watch = StallWatch(stall_s=10.0, now=0.0)
     for layer in range(1, 30):

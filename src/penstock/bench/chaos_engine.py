@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from penstock.errors import EngineError
 from penstock.instance.engine import TokenDelta
 from penstock.instance.paced import PacedEngine
+from penstock.instance.sequences import without
 from penstock.sample import Finish
 from penstock.weights.manifest import StagedWeights
 
@@ -48,7 +49,7 @@ class FaultyEngine(PacedEngine):
         self._breaks = error
 
     def spoil(self, how: str) -> None:
-        """`nan`, `vocabulary`, `twice`, `gap` or `abort`, for its next tokens."""
+        """`nan`, `vocabulary`, `twice`, `gap` or `abort`, for its next tokens; `ends lost`, for the next last ones."""
         self._spoil, self._spoil_left = how, SPOILT_DELTAS if how in ("nan", "vocabulary") else 1
 
     def fail_swap(self) -> None:
@@ -80,10 +81,15 @@ class FaultyEngine(PacedEngine):
             if self._breaks is not None:
                 raise self._breaks
             how = self._spoil if self._spoil_left else ""
+            ended = {lease for lease, finish in zip(delta.leases, delta.finishes) if finish}
+            if how == "ends lost" and not ended:
+                how = ""
             self._spoil_left -= bool(how)
             if how == "gap":
                 continue
-            if how == "abort":
+            if how == "ends lost":
+                delta = without(delta, ended)
+            elif how == "abort":
                 self._abort(delta)
             elif how == "nan":
                 delta.logprobs = [math.nan] * len(delta.logprobs)

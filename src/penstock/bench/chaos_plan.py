@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-HERE = ("crash", "out of memory", "abort", "nan", "vocabulary", "twice", "gap", "slow", "stuck", "swap fails")
+SPOILT = ("abort", "nan", "vocabulary", "twice", "gap", "ends lost")
+HERE = ("crash", "out of memory", *SPOILT, "slow", "stuck", "swap fails")
 PROCESS = ("SIGKILL", "SIGSTOP", "preemption notice")
 NETWORK = ("cut", "cut in mid-frame", "blackhole", "delay")
 NO_SLOT = ("weight pull cut", "clock jump", "joins and leaves", "manager SIGKILL", "manager SIGSTOP")

@@ -44,6 +44,8 @@ from penstock.wire import BatchDone, FleetStatus, Sampling
 HEARTBEAT_S = 0.3
 VOCABULARY = 1000
 RUN_SEED = 29
+SCENE_LINES = 40
+"""Of each log, when a run fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,9 @@ class ChaosRun:
                     if task.done():
                         task.result()
                 await training
+            except Exception as error:
+                error.add_note(self._scene())
+                raise
             finally:
                 for task in (injecting, training):
                     task.cancel()
@@ -155,6 +160,17 @@ class ChaosRun:
         self.report.drawn = self.drawn()
         self.report.wall_s = time.monotonic() - began
         return self.report
+
+    def _scene(self) -> str:
+        """How things stood, for whoever has to find out why a run hung: the folder goes with the run."""
+        where = f"step {len(self.report.samples)}, {'within' if self._in_step else 'between steps'}"
+        lines = [f"{where}, {self.drawn()} tokens drawn, injected: {dict(self.report.injected)}"]
+        for slot in self._slots:
+            state = f"connected={slot.link.connected} busy={slot.busy} draws={slot.draws()} of {slot.ready_at_tokens}"
+            lines.append(f"{slot.name}: {state}")
+        for log in sorted(self._folder.glob("*.log")):
+            lines += [f"---- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-SCENE_LINES:]]
+        return "\n".join(lines)
 
     @contextlib.asynccontextmanager
     async def _house(self) -> AsyncIterator[RolloutClient]:

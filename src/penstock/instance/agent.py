@@ -333,12 +333,12 @@ class Agent:
         watch = StallWatch(self._stall_s, time.monotonic())
         while True:
             load, now = self._engine.load(), time.monotonic()
-            if self._loading:
+            if self._loading or self._deltas_taken != self._deltas_sent:
                 watch.excuse(now)
-            if silent_s := watch.stalled_for(load, now):
+            if silent_s := watch.stalled_for(load, now, len(self._leases)):
                 raise EngineError(
                     f"the engine made no progress for {silent_s:.0f} s with {load.running} sequences running and "
-                    f"{load.waiting} waiting"
+                    f"{load.waiting} waiting, of {len(self._leases)} that it was given"
                 )
             beat = Heartbeat(
                 running=load.running,

@@ -76,7 +76,8 @@ class StallWatch:
 
     An engine with sequences must draw a token, end a prefill or get on within a step (`EngineLoad.work_done`) at
     least every `stall_s` seconds; one without is well. How long a step takes is not looked at: the prefill of a long
-    prompt on a slow machine may take minutes.
+    prompt on a slow machine may take minutes. What it was given and has not ended is work too, though it may know
+    nothing of it any more: an engine that loses the last tokens of a sequence is idle, and nobody would ever hear.
     """
 
     def __init__(self, stall_s: float, now: float) -> None:
@@ -84,15 +85,15 @@ class StallWatch:
         self._moved_at = now
         self._counted = (-1, -1, -1)
 
-    def stalled_for(self, load: EngineLoad, now: float) -> float:
-        """Seconds without progress where they are too many, else 0."""
+    def stalled_for(self, load: EngineLoad, now: float, leases: int = 0) -> float:
+        """Seconds without progress where they are too many, else 0. `leases`: sequences of which no end has come."""
         counted = (load.tokens_generated, load.tokens_prefilled, load.work_done)
-        if counted != self._counted or not (load.running or load.waiting):
+        if counted != self._counted or not (load.running or load.waiting or leases):
             self._counted = counted
             self._moved_at = now
         silent_s = now - self._moved_at
         return silent_s if silent_s > self._stall_s else 0.0
 
     def excuse(self, now: float) -> None:
-        """Time spent on loading weights is not held against the engine."""
+        """Time spent on loading weights, or on sending what it drew, is not held against the engine."""
         self._moved_at = now
