@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.errors import WeightError
 from penstock.weights import StagedWeights, WeightStore, pull
 from penstock.weights.choose import Rates, choose
-from penstock.weights.codecs.quantize import as_float32, dequantize_rows, quantize_rows
+from penstock.weights.codecs.quantize import as_dtype, as_float32, dequantize_rows, dequantized, quantize_rows
 from penstock.weights.manifest import Encoding, TensorEntry
 from penstock.weights.protocol import Offer
 from penstock.weights.quantization import is_quantizable, quantize, scheme_of
@@ -74,6 +74,38 @@ def test_a_row_of_any_bits_stays_within_the_stated_bounds(scheme: str, dtype: st
 @settings(max_examples=100, deadline=None)
 def test_a_row_of_finite_numbers_stays_within_the_stated_bounds(scheme: str, rows: list[list[float]]) -> None:
     check(*quantized(np.array(rows, np.float32).tobytes(), "F32", 6, scheme), scheme)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("dtype", "relative", "least"), [("BF16", 2**-8, 0.0), ("F16", 2**-11, 2**-25)])
+def test_numbers_in_the_models_own_dtype_are_off_by_its_rounding_more(
+    scheme: str, dtype: str, relative: float, least: float
+) -> None:
+    generator = np.random.default_rng(3)
+    values = generator.standard_normal((60, 700)) * np.logspace(-4, 3, 60)[:, None]
+    data = bytes(as_dtype(values.astype(np.float32), dtype))
+    codes, scales = np.empty(values.size, np.uint8), np.empty(60, np.float32)
+    quantize_rows(memoryview(data), dtype, 700, scheme, codes, scales)
+    numbers = as_float32(memoryview(b"".join(dequantized(codes.data, scales, 700, scheme, dtype))), dtype)
+    exact = dequantize_rows(codes.data, np.ones_like(scales), 700, scheme) * scales.astype(np.float64)[:, None]
+    off = np.abs(numbers.reshape(60, 700) - exact)
+    bound = np.maximum(np.abs(exact) * relative, least) + np.abs(exact) * 2**-24
+    assert (off <= bound).all()
+    assert (off > bound * 0.9).any()  # The bound is no larger than it has to be.
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_floats_are_narrowed_as_pytorch_does_it(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    bits = np.random.default_rng(5).integers(0, 2**32, 100_000, np.uint32)
+    bits[:6] = (0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x80000000, 1, 0x3F808000)
+    values = bits.view(np.float32)
+    theirs = torch.from_numpy(values).to(
+        getattr(torch, {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[dtype])
+    )
+    ours = torch.frombuffer(bytearray(as_dtype(values, dtype)), dtype=theirs.dtype)
+    same = (ours == theirs) & (ours.signbit() == theirs.signbit()) | ours.isnan() & theirs.isnan()
+    assert bool(same.all())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -55,6 +55,11 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--engine-folder", default="", metavar="D", help="where weights are put for it (memory, else temporary folder)"
     )
+    group.add_argument(
+        "--engine-codes",
+        action="store_true",
+        help="quantized weights: it computes with their codes; else with the numbers that these stand for",
+    )
     parser.set_defaults(engine_options={})
 
 
@@ -90,10 +95,10 @@ def check_server_arguments(args: argparse.Namespace) -> None:
     names = [name for name, value in given.items() if value]
     if args.engine not in SERVED and names:
         raise ConfigError(f"{names[0]} is for an engine server; give --engine {' or --engine '.join(SERVED)} too")
-    if args.engine in SERVED and args.weights_codec in QUANTIZED:
+    if args.engine_codes and (args.engine not in SERVED or args.weights_codec not in QUANTIZED):
         raise ConfigError(
-            f"--weights-codec {args.weights_codec} is for the built-in engine: vLLM (0.32, CPU) starts with such "
-            "weights and answers with NaN once it has taken new ones, and of SGLang it is not known"
+            f"--engine-codes is for an engine server with quantized weights; give --engine {' or '.join(SERVED)} and "
+            f"--weights-codec {' or '.join(QUANTIZED)} too"
         )
     if args.engine_url and len(names) > 1:
         raise ConfigError(f"{names[1]} is for a server that is started here, and --engine-url takes one that runs")
@@ -135,7 +140,7 @@ def build_served(args: argparse.Namespace, progress: memoryview | None) -> Engin
         server,
         max_running=args.max_running,
         max_context_tokens=args.max_context,
-        folders=WeightFolders(parents, untie=dialect.unties_embeddings),
+        folders=WeightFolders(parents, untie=dialect.unties_embeddings, codes=args.engine_codes),
         progress=progress,
     )
 

@@ -123,6 +123,9 @@ class EngineConfig(_Section):
     """Command line that starts such a server, with {model}, {host} and {port}; by default the agent's own."""
     options: dict[str, str | int | float | bool] = {}
     """Options of such a server by their own names, such as `{ enforce-eager = true }`; true is a bare flag."""
+    codes: bool = False
+    """Such a server computes with the codes of quantized weights (`weights.codec` int8 or fp8, docs/reshard.md); else
+    it is given the numbers that they stand for."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, or `auto`."""
     max_running: int = Field(default=64, ge=1)
@@ -273,8 +276,8 @@ class WeightsConfig(_Section):
     codec: Literal["auto", "raw", "lossless", "delta", "zipnn", "int8", "fp8"] = "auto"
     """How this machine's engines fetch weights: as they are, compressed without loss, or as the difference to the
     version before; `auto` measures link and processors and takes what ends soonest. All of these are exact. `int8` and
-    `fp8` quantize matrices by output channel, for the built-in engine; `auto` never does. `zipnn` is
-    lossless by that package, where trainer and engine have it installed."""
+    `fp8` quantize matrices by output channel (docs/reshard.md); `auto` never does. `zipnn` is lossless by that package,
+    where trainer and engine have it installed."""
     keep_base: bool = True
     """Engines keep the version that they serve in host memory too, so that the next can come as a difference."""
     relay: bool = False
@@ -577,10 +580,12 @@ class RunConfig(_Section):
                 f"data.max_prompt_tokens + rollout.sampling.max_new_tokens = {longest} is over "
                 f"rollout.engines.max_context_tokens={self.rollout.engines.max_context_tokens}"
             )
-        if self.weights.codec in ("int8", "fp8") and self.rollout.engines.kind != "builtin":
+        if self.rollout.engines.codes and (
+            self.weights.codec not in ("int8", "fp8") or self.rollout.engines.kind == "builtin"
+        ):
             raise ValueError(
-                f'weights.codec = "{self.weights.codec}" is for the built-in engine: a server was seen to answer with '
-                "NaN once it had taken new weights so (docs/reshard.md)"
+                'rollout.engines.codes is for rollout.engines.kind = "vllm" or "sglang" with weights.codec = "int8" or '
+                '"fp8": there are no codes to compute with otherwise'
             )
         if self.environment.max_turn_tokens > self.rollout.sampling.max_new_tokens:
             raise ValueError(

@@ -14,13 +14,13 @@ import shutil
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import EngineError
+from penstock.errors import EngineError, WeightError
 from penstock.weights.manifest import StagedWeights, TensorEntry
-from penstock.weights.quantization import SCALE_SUFFIX
+from penstock.weights.quantization import SCALE_SUFFIX, is_quantized, tensors_in_full
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "penstock-weights-"
@@ -30,6 +30,9 @@ INPUT_EMBEDDING = "model.embed_tokens.weight"
 OUTPUT_EMBEDDING = "lm_head.weight"
 TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
+Tensors = Mapping[str, tuple[TensorEntry, Iterable[memoryview]]]
+"""By name: what a tensor is, and its bytes in parts."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -37,12 +40,14 @@ class WeightFolders:
     """The folders of one engine; those of engines that were killed are removed when another one begins.
 
     `parents` are tried in turn. `untie`: a model whose output embedding is its input embedding is written as one that
-    has two. Not thread-safe: one call at a time.
+    has two. A quantized version is written as the floats that its codes stand for, which every server takes; with
+    `codes`, as codes and scales. Not thread-safe: one call at a time.
     """
 
-    def __init__(self, parents: Sequence[Path] = (), untie: bool = False) -> None:
+    def __init__(self, parents: Sequence[Path] = (), untie: bool = False, codes: bool = False) -> None:
         self._parents = list(parents) or [SHARED_MEMORY, Path(tempfile.gettempdir())]
         self._untie = untie
+        self._codes = codes
         self._homes: dict[Path, tuple[Path, int]] = {}
         """By parent: this engine's folder there, and its lock, which the system drops when the engine is killed."""
         for parent in self._parents:
@@ -50,18 +55,27 @@ class WeightFolders:
 
     def write(self, weights: StagedWeights) -> Path:
         """The version as a folder. Raises EngineError, and then nothing of it is left, where no place takes it."""
-        needed = int(weights.manifest.raw_nbytes * SPARE)
+        config = config_of(weights)
+        in_full = not self._codes and is_quantized(config)
+        tensors = tensors_of(weights, in_full)
+        if in_full:
+            del config["quantization_config"]
+        if self._untie and config.get("tie_word_embeddings") and INPUT_EMBEDDING in tensors:
+            config["tie_word_embeddings"] = False
+            tensors.setdefault(OUTPUT_EMBEDDING, tensors[INPUT_EMBEDDING])
+        total = sum(entry.nbytes for entry, _ in tensors.values())
+        needed = int(total * SPARE)
         refusals = []
         for parent in self._parents:
             try:
                 if (room := _room(parent)) < needed:
                     refusals.append(f"{parent} has {room >> 20} MiB left")
                     continue
-                return self._write(parent, weights)
+                return self._write(parent, weights.version, config, tensors)
             except OSError as error:
                 refusals.append(f"{parent}: {error.strerror or error}")
         raise EngineError(
-            f"weight version {weights.version} ({weights.manifest.raw_nbytes >> 20} MiB) can't be written for the "
+            f"weight version {weights.version} ({total >> 20} MiB) can't be written for the "
             f"engine's server: {'; '.join(refusals)}"
         )
 
@@ -74,16 +88,12 @@ class WeightFolders:
             os.close(lock)
         self._homes.clear()
 
-    def _write(self, parent: Path, weights: StagedWeights) -> Path:
+    def _write(self, parent: Path, version: int, config: Mapping[str, Any], tensors: Tensors) -> Path:
         home = self._home(parent)
-        partial, whole = home / "partial", home / f"version-{weights.version}"
+        partial, whole = home / "partial", home / f"version-{version}"
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
-            config, tensors = config_of(weights), tensors_of(weights)
-            if self._untie and config.get("tie_word_embeddings") and INPUT_EMBEDDING in tensors:
-                config["tie_word_embeddings"] = False
-                tensors.setdefault(OUTPUT_EMBEDDING, tensors[INPUT_EMBEDDING])
             (partial / "config.json").write_text(json.dumps(config))
             write_safetensors(partial / "model.safetensors", tensors)
             shutil.rmtree(whole, ignore_errors=True)
@@ -135,15 +145,21 @@ def config_of(weights: StagedWeights) -> dict[str, Any]:
     return config
 
 
-def tensors_of(weights: StagedWeights) -> dict[str, tuple[TensorEntry, memoryview]]:
-    """By name. Raises EngineError for one whose bytes are not there."""
-    tensors = {}
+def tensors_of(weights: StagedWeights, in_full: bool) -> dict[str, tuple[TensorEntry, Iterable[memoryview]]]:
+    """By name, with their bytes in parts; as they are, or `in_full` with floats for the codes of a quantized version.
+
+    Raises EngineError for one whose bytes are not there, or whose codes have no scales.
+    """
     for entry in weights.manifest.tensors:
         raw = weights.tensors.get(entry.name)
         if raw is None or raw.nbytes != entry.nbytes:
             raise EngineError(f"weight version {weights.version} lacks the bytes of tensor {entry.name}")
-        tensors[entry.name] = (entry, raw)
-    return tensors
+    if not in_full:
+        return {entry.name: (entry, (weights.tensors[entry.name],)) for entry in weights.manifest.tensors}
+    try:
+        return {entry.name: (entry, parts) for entry, parts in tensors_in_full(weights)}
+    except WeightError as error:
+        raise EngineError(str(error)) from error
 
 
 def parse_config(config_json: str) -> dict[str, Any]:
@@ -174,7 +190,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     return ""
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, tuple[TensorEntry, memoryview]]) -> None:
+def write_safetensors(path: Path, tensors: Tensors) -> None:
     """One safetensors file: the length of its header (8 bytes), the header as JSON, the tensors' bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -186,8 +202,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, tuple[TensorEntry, memor
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for _, raw in tensors.values():
-            file.write(raw)
+        for _, parts in tensors.values():
+            file.writelines(parts)
 
 
 def _room(parent: Path) -> int:

@@ -202,6 +202,8 @@ class LocalProcesses:
         engines = self._config.rollout.engines
         log_path = self._folder / "logs" / f"{name}.server.log"
         arguments = ["--engine-log", str(log_path), "--engine-start-s", str(self._config.rollout.load_deadline_s)]
+        if engines.codes:
+            arguments.append("--engine-codes")
         if engines.command:
             arguments += ["--engine-command", engines.command]
         for option, value in engines.options.items():

@@ -9,7 +9,7 @@ checksums are those of the quantized tensors: what a receiver must have. How a r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +17,26 @@ from typing import Any
 import msgspec
 
 from penstock.errors import MissingExtra, WeightError
-from penstock.weights.manifest import ChunkEntry, Manifest, TensorEntry
+from penstock.weights.manifest import ChunkEntry, Manifest, StagedWeights, TensorEntry
 from penstock.weights.memory import host_buffer
 from penstock.weights.plan import cut_runs, digest, tensor_offsets
 
-__all__ = ["SCALE_SUFFIX", "SCHEME_DTYPES", "is_quantizable", "quantize", "quantized_entries", "scheme_of"]
+__all__ = [
+    "CODE_DTYPES",
+    "SCALE_SUFFIX",
+    "SCHEME_DTYPES",
+    "is_quantizable",
+    "is_quantized",
+    "quantize",
+    "quantized_entries",
+    "scheme_of",
+    "tensors_in_full",
+]
 
 SCALE_SUFFIX = "_scale"
 SCHEME_DTYPES = {"int8": "I8", "fp8": "F8_E4M3"}
+CODE_DTYPES = {dtype: scheme for scheme, dtype in SCHEME_DTYPES.items()}
+"""Of quantized matrices, and by what they were quantized."""
 FLOATS = ("BF16", "F16", "F32")
 UNTOUCHED = ("embed_tokens", "lm_head", "norm")
 """Parts of names of matrices that engines do not take quantized."""
@@ -112,21 +124,21 @@ def _fill(piece: _Piece, stream: memoryview, result: memoryview, scheme: str) ->
     if not is_quantizable(entry):
         result[piece.to : piece.to + entry.nbytes] = source
         return
-    np, quantize_rows = _rows()
+    np, rounding = _rows()
     rows, columns = entry.shape
     codes = np.frombuffer(result[piece.to : piece.to + rows * columns], np.uint8)
     scales = np.frombuffer(result[piece.scales_to : piece.scales_to + 4 * rows], np.float32)
-    quantize_rows(source, entry.dtype, columns, scheme, codes, scales)
+    rounding.quantize_rows(source, entry.dtype, columns, scheme, codes, scales)
 
 
 def _rows() -> tuple[Any, Any]:
     try:
         import numpy
 
-        from penstock.weights.codecs.quantize import quantize_rows
+        from penstock.weights.codecs import quantize as rounding
     except ImportError as error:
         raise MissingExtra("numpy", "engine", "quantized model weights") from error
-    return numpy, quantize_rows
+    return numpy, rounding
 
 
 def _each(work: Any, pieces: list[_Piece], threads: Executor | None) -> None:
@@ -165,6 +177,57 @@ def with_quantization(config_json: str, scheme: str) -> str:
     return json.dumps(config)
 
 
+@dataclass(frozen=True, slots=True)
+class InFull:
+    """The bytes of the floats that a matrix's codes stand for; made while they are iterated, some rows at a time."""
+
+    codes: memoryview
+    scales: memoryview
+    columns: int
+    scheme: str
+    dtype: str
+
+    def __iter__(self) -> Iterator[memoryview]:
+        np, rows = _rows()
+        return rows.dequantized(
+            self.codes, np.frombuffer(self.scales, np.float32), self.columns, self.scheme, self.dtype
+        )
+
+
+def tensors_in_full(weights: StagedWeights) -> list[tuple[TensorEntry, Iterable[memoryview]]]:
+    """The tensors of a version with code * scale for its quantized matrices, and without the scales.
+
+    They have the dtype of what was not quantized, float32 where that is not one; how far each may be off is in
+    `codecs.quantize`. Nothing is computed before a tensor's bytes are iterated. Raises WeightError for codes without
+    scales or of another size than they say, and MissingExtra where numpy is not installed (then only while iterating).
+    """
+    entries = {entry.name: entry for entry in weights.manifest.tensors}
+    codes = {name for name, entry in entries.items() if entry.dtype in CODE_DTYPES and len(entry.shape) == 2}
+    scales = {name + SCALE_SUFFIX for name in codes}
+    kept = {entry.dtype for name, entry in entries.items() if name not in codes and name not in scales}
+    dtype = kept.pop() if len(kept) == 1 else "F32"
+    tensors: list[tuple[TensorEntry, Iterable[memoryview]]] = []
+    for name, entry in entries.items():
+        raw = weights.tensors.get(name)
+        if raw is None:
+            raise WeightError(f"weight version {weights.version} lacks the bytes of tensor {name}")
+        if name in scales:
+            continue
+        if name not in codes:
+            tensors.append((entry, (raw,)))
+            continue
+        (rows, columns), scale = entry.shape, entries.get(name + SCALE_SUFFIX)
+        beside = weights.tensors.get(name + SCALE_SUFFIX)
+        if scale is None or scale.dtype != "F32" or beside is None or beside.nbytes != 4 * rows:
+            raise WeightError(f"tensor {name} is quantized and comes without a float32 scale for each row")
+        if raw.nbytes != rows * columns:
+            raise WeightError(f"tensor {name} has {raw.nbytes} bytes and not {rows} x {columns}")
+        whole = InFull(raw, beside, columns, CODE_DTYPES[entry.dtype], dtype)
+        nbytes = rows * columns * (4 if dtype == "F32" else 2)
+        tensors.append((TensorEntry(name=name, dtype=dtype, shape=entry.shape, nbytes=nbytes, xxh3=0), whole))
+    return tensors
+
+
 def scheme_of(config: Any) -> str:
     """The scheme that `with_quantization` wrote into a parsed config.json; empty for weights in full.
 
@@ -177,3 +240,11 @@ def scheme_of(config: Any) -> str:
         if said == json.loads(with_quantization("{}", scheme))["quantization_config"]:
             return scheme
     raise WeightError(f"the model's config.json has a quantization_config that is not of this run's: {said!r}")
+
+
+def is_quantized(config: Any) -> bool:
+    """Whether a parsed config.json is that of a version quantized here."""
+    try:
+        return bool(scheme_of(config))
+    except WeightError:
+        return False

@@ -7,21 +7,19 @@ Knows nothing of how the decoder lays them out.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, WeightError
 from penstock.instance.builtin.spec import ModelSpec, parse_model_spec
 from penstock.weights.manifest import Manifest, StagedWeights, TensorEntry
-from penstock.weights.quantization import SCALE_SUFFIX, SCHEME_DTYPES
+from penstock.weights.quantization import tensors_in_full
 
 DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """safetensors' names of the dtypes that weights may have."""
-
-CODE_DTYPES = {dtype: scheme for scheme, dtype in SCHEME_DTYPES.items()}
-"""Of quantized matrices, and by what they were quantized."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -31,21 +29,17 @@ def tensors_of_staged(weights: StagedWeights) -> dict[str, torch.Tensor]:
 
     Matrices of a quantized version are given as code * scale, in the dtype of the tensors that are not quantized.
     """
+    try:
+        whole = tensors_in_full(weights)
+    except WeightError as error:
+        raise CheckpointError(str(error)) from error
     tensors = {}
-    codes: list[TensorEntry] = []
-    for entry in weights.manifest.tensors:
-        raw = weights.tensors.get(entry.name)
-        if raw is None:
-            raise CheckpointError(f"weight version {weights.version} lacks the bytes of tensor {entry.name}")
-        if entry.dtype in CODE_DTYPES and len(entry.shape) == 2:
-            codes.append(entry)
-            continue
+    for entry, parts in whole:
         dtype = DTYPES.get(entry.dtype)
         if dtype is None:
             raise CheckpointError(f"tensor {entry.name} has dtype {entry.dtype}; expected one of {', '.join(DTYPES)}")
-        count = 1
-        for size in entry.shape:
-            count *= size
+        raw = parts[0] if isinstance(parts, tuple) else memoryview(bytearray().join(parts))
+        count = math.prod(entry.shape)
         if raw.nbytes != count * dtype.itemsize:
             raise CheckpointError(
                 f"tensor {entry.name} has {raw.nbytes} bytes; {entry.dtype} of shape {list(entry.shape)} takes "
@@ -55,29 +49,7 @@ def tensors_of_staged(weights: StagedWeights) -> dict[str, torch.Tensor]:
         memory = bytearray(raw) if raw.readonly else raw
         flat = torch.frombuffer(memory, dtype=dtype) if count else torch.empty(0, dtype=dtype)
         tensors[entry.name] = flat.view(entry.shape)
-    if codes:
-        _dequantize(weights, codes, tensors)
     return tensors
-
-
-def _dequantize(weights: StagedWeights, codes: Sequence[TensorEntry], tensors: dict[str, torch.Tensor]) -> None:
-    """Puts each matrix of codes in `tensors` as floats, and takes its scales out."""
-    import numpy as np
-
-    from penstock.weights.codecs.quantize import dequantize_rows
-
-    all_scales = {entry.name: tensors.pop(entry.name + SCALE_SUFFIX, None) for entry in codes}
-    kept = {tensor.dtype for tensor in tensors.values()}
-    dtype = kept.pop() if len(kept) == 1 else torch.float32
-    for entry in codes:
-        scales, (rows, columns) = all_scales[entry.name], entry.shape
-        if scales is None or scales.numel() != rows or scales.dtype != torch.float32:
-            raise CheckpointError(f"tensor {entry.name} is quantized and comes without a float32 scale for each row")
-        raw = weights.tensors[entry.name]
-        if raw.nbytes != rows * columns:
-            raise CheckpointError(f"tensor {entry.name} has {raw.nbytes} bytes and not {rows} x {columns}")
-        values = dequantize_rows(raw, np.asarray(scales.view(-1)), columns, CODE_DTYPES[entry.dtype])
-        tensors[entry.name] = torch.from_numpy(values).to(dtype)
 
 
 def read_folder(folder: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]]:

@@ -13,10 +13,14 @@ With x a weight, x' = code * scale in exact arithmetic:
 A row of zeros has the scale 1 and codes 0. A row with a NaN or an infinity has the scale NaN and codes 0: all of it
 decodes to NaN, since eight bits can't say which part was sound, and a broken model must not come out as a whole one.
 -0.0 stays -0.0 in fp8 and becomes 0.0 in int8, which has no such number.
+
+Where code * scale is then held in the model's own dtype (`as_dtype`), it is off by |x'| * 2**-24 more, since it is
+multiplied in float32, and by its rounding: |x'| * 2**-8 in bfloat16, |x'| * 2**-11 or 2**-25 in float16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
@@ -24,7 +28,7 @@ import numpy.typing as npt
 
 from penstock.errors import WeightError
 
-__all__ = ["QUANTIZABLE", "SCHEMES", "as_float32", "dequantize_rows", "quantize_rows"]
+__all__ = ["QUANTIZABLE", "SCHEMES", "as_dtype", "as_float32", "dequantize_rows", "dequantized", "quantize_rows"]
 
 SCHEMES = {"int8": "I8", "fp8": "F8_E4M3"}
 """Quantizations, and the dtype of their codes as safetensors names it."""
@@ -63,14 +67,42 @@ def dequantize_rows(codes: memoryview, scales: Floats, columns: int, scheme: str
     return _fp8_values()[np.frombuffer(codes, np.uint8).reshape(-1, columns)] * scales[:, None]
 
 
+def dequantized(codes: memoryview, scales: Floats, columns: int, scheme: str, dtype: str) -> Iterator[memoryview]:
+    """The bytes of code * scale as floats of `dtype`, some rows at a time. Raises WeightError as `quantize_rows`."""
+    rows = max(1, BLOCK_ELEMENTS // max(1, columns))
+    for at in range(0, len(scales), rows):
+        part = codes[at * columns : (at + rows) * columns]
+        yield as_dtype(dequantize_rows(part, scales[at : at + rows], columns, scheme), dtype)
+
+
+def as_dtype(values: Floats, dtype: str) -> memoryview:
+    """The bytes of `values` as floats of `dtype`, each rounded to nearest, ties to even."""
+    _check(dtype)
+    if dtype == "F32":
+        return np.ascontiguousarray(values).data.cast("B")
+    if dtype == "F16":
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(values.astype(np.float16)).data.cast("B")
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = ((bits + ((bits >> np.uint32(16) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)).astype(np.uint16)
+    broken = np.isnan(values)
+    if broken.any():
+        rounded[broken] = 0x7FC0
+    return rounded.data.cast("B")
+
+
 def as_float32(data: memoryview, dtype: str) -> Floats:
     """The values of floats of any of `QUANTIZABLE`, which float32 holds exactly."""
     return _widened(_integers(data, dtype), dtype)
 
 
-def _integers(data: memoryview, dtype: str) -> npt.NDArray[np.unsignedinteger]:
+def _check(dtype: str) -> None:
     if dtype not in QUANTIZABLE:
         raise WeightError(f"weights of dtype {dtype} can't be quantized; expected one of {', '.join(QUANTIZABLE)}")
+
+
+def _integers(data: memoryview, dtype: str) -> npt.NDArray[np.unsignedinteger]:
+    _check(dtype)
     return np.frombuffer(data, np.uint32 if dtype == "F32" else np.uint16)
 
 

@@ -1,4 +1,4 @@
-"""tensor_parallel reaches the engine in its own words; servers are not given weights that they can't take twice."""
+"""tensor_parallel reaches the engine in its own words; so does what a server is to make of quantized weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from penstock.errors import ConfigError
 from penstock.train.processes import LocalProcesses
 
 
-def config(**engines: Any) -> RunConfig:
+def config(weights: dict[str, Any], **engines: Any) -> RunConfig:
     data = {"train": [{"kind": "jsonl", "path": "q"}]}
-    return RunConfig.model_validate({"model": {"path": "m"}, "data": data, "rollout": {"engines": engines}})
+    rollout = {"engines": engines}
+    return RunConfig.model_validate({"model": {"path": "m"}, "data": data, "rollout": rollout, "weights": weights})
 
 
-def started(monkeypatch: pytest.MonkeyPatch, folder: Path, **engines: Any) -> list[str]:
+def started(monkeypatch: pytest.MonkeyPatch, folder: Path, weights: dict[str, Any], **engines: Any) -> list[str]:
     """The command line of an engine of this machine."""
     seen: list[list[str]] = []
 
@@ -32,7 +33,7 @@ def started(monkeypatch: pytest.MonkeyPatch, folder: Path, **engines: Any) -> li
     monkeypatch.setattr(LocalProcesses, "_spawn", spawn)
     monkeypatch.setattr("penstock.train.processes._check_program", lambda _: None)
     with pytest.raises(InterruptedError):
-        LocalProcesses(config(**engines), folder, "token", lambda _: None).start_engine("http://m:1", "start")
+        LocalProcesses(config(weights, **engines), folder, "token", lambda _: None).start_engine("http://m:1", "start")
     return seen[0]
 
 
@@ -53,10 +54,10 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 def test_the_runs_own_engines_are_told_in_their_own_words(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engines: dict[str, Any], option: str
 ) -> None:
-    arguments = started(monkeypatch, tmp_path, **engines)
+    arguments = started(monkeypatch, tmp_path, {}, **engines)
     assert option in arguments
     check_server_arguments(parsed(arguments[1:]))
-    assert not [word for word in started(monkeypatch, tmp_path) if "tensor" in word]
+    assert not [word for word in started(monkeypatch, tmp_path, {}) if "tensor" in word]
 
 
 def test_the_built_in_engine_is_made_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +78,7 @@ def test_a_number_of_ranks_that_is_none_is_refused(value: str) -> None:
 
 def test_a_paced_engine_has_no_ranks() -> None:
     with pytest.raises(ValidationError, match="no tensor_parallel"):
-        config(tensor_parallel=2, tokens_per_s=10)
+        config({}, tensor_parallel=2, tokens_per_s=10)
     args = parsed(["--manager", "http://m:1", "--engine", "paced", "--engine.tensor_parallel=2"])
     with pytest.raises(ConfigError, match="for an engine server"):
         check_server_arguments(args)
@@ -85,11 +86,25 @@ def test_a_paced_engine_has_no_ranks() -> None:
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 @pytest.mark.parametrize("codec", ["int8", "fp8"])
-def test_servers_are_not_given_weights_that_they_can_not_take_twice(kind: str, codec: str) -> None:
-    args = parsed(["--manager", "http://m:1", "--engine", kind, "--weights-codec", codec])
-    with pytest.raises(ConfigError, match="for the built-in engine"):
+@pytest.mark.parametrize("codes", [False, True])
+def test_a_server_gets_quantized_weights_in_full_or_as_codes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, codec: str, codes: bool
+) -> None:
+    arguments = started(monkeypatch, tmp_path, {"codec": codec}, kind=kind, codes=codes)
+    assert arguments[arguments.index("--weights-codec") + 1] == codec
+    args = parsed([*arguments[1:], f"--engine-folder={tmp_path}", "--engine-command=true {model} {host} {port}"])
+    check_server_arguments(args)
+    made: list[bool] = []
+    monkeypatch.setattr("penstock.instance.weight_folder.WeightFolders", lambda *_, codes, **__: made.append(codes))
+    monkeypatch.setattr("penstock.instance.served.ServedEngine", lambda *_, **__: None)
+    join.build_engine(args, None)
+    assert made == [codes]
+
+
+@pytest.mark.parametrize(("kind", "codec"), [("builtin", "int8"), ("vllm", "auto"), ("sglang", "delta")])
+def test_codes_are_refused_where_there_are_none_to_compute_with(kind: str, codec: str) -> None:
+    args = parsed(["--manager", "http://m:1", "--engine", kind, "--weights-codec", codec, "--engine-codes"])
+    with pytest.raises(ConfigError, match="--engine-codes is for an engine server with quantized weights"):
         check_server_arguments(args)
-    data = {"train": [{"kind": "jsonl", "path": "q"}]}
-    run = {"model": {"path": "m"}, "data": data, "rollout": {"engines": {"kind": kind}}, "weights": {"codec": codec}}
-    with pytest.raises(ValidationError, match="for the built-in engine"):
-        RunConfig.model_validate(run)
+    with pytest.raises(ValidationError, match="no codes to compute with"):
+        config({"codec": codec}, kind=kind, codes=True)
