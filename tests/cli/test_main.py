@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from penstock import __version__, cli
+from penstock.cli import collector
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, PenstockError, StorageError
 
@@ -196,6 +198,27 @@ def test_all_that_is_wrong_is_told_on_stderr(tmp_path: Path, capsys: pytest.Capt
     caught = capsys.readouterr()
     assert caught.err.startswith("penstock: error: the configuration has 2 problems:\n")
     assert caught.out == ""
+
+
+# ---- the garbage collector while a command starts
+
+
+def test_a_process_of_ones_own_collects_seldom_until_it_has_begun_and_no_other_is_touched() -> None:
+    found, frozen = gc.get_threshold(), gc.get_freeze_count()
+    assert cli.main(["--version"]) == 0
+    collector.settle()
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (found, frozen)
+    code = f"""
+import gc
+from penstock.cli import collector
+before = gc.get_threshold()
+collector.spare()
+assert gc.get_threshold() == collector.STARTING != before
+collector.settle()
+assert gc.get_threshold() == before == {found}
+assert gc.get_freeze_count() > 0
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 # ---- doctor, as a person runs it

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock import __version__
+from penstock.cli import collector
 from penstock.errors import ConfigError, PenstockError
 
 COMMANDS: Mapping[str, str] = {
@@ -44,6 +45,8 @@ EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (by default this process's) and returns its exit code."""
+    if argv is None:
+        collector.spare()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(words)

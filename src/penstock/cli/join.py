@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cli import collector
 from penstock.cli.engine_server import (
     SERVED,
     add_server_arguments,
@@ -333,6 +334,7 @@ class _Machine:
             # A server that is started here begins with the first weights.
             start_s=args.engine_start_s if args.engine in SERVED and not args.engine_url else 0.0,
         )
+        collector.settle()
         await self._agent.run()
 
 

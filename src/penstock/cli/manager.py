@@ -11,6 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
+from penstock.cli import collector
 from penstock.errors import PenstockError
 
 ROLES = ("agent", "trainer", "operator")
@@ -162,7 +163,6 @@ def _check(args: argparse.Namespace) -> None:
 async def _serve(args: argparse.Namespace, token: str, own_tokens: dict[str, str]) -> int:
     from penstock.cli.adopted import AdoptedAgents, AgentTls
     from penstock.cli.parent import watch_stdin
-    from penstock.cli.provision.wiring import provide, read_fleet_file
     from penstock.rollout.doors import Tokens
     from penstock.rollout.flapping import FlapConfig
     from penstock.rollout.fleet import FleetConfig
@@ -193,7 +193,11 @@ async def _serve(args: argparse.Namespace, token: str, own_tokens: dict[str, str
         journal = JournalConfig(args.journal, args.journal_fsync, max_bytes=args.journal_max_mib << 20)
     agent_tls = AgentTls(args.agent_tls_ca, args.agent_tls_cert, args.agent_tls_key, asked_for=bool(args.tls_client_ca))
     adopted = AdoptedAgents(own_tokens.get("agent") or token, agent_tls)
-    fleet = read_fleet_file(args.fleet) if args.fleet is not None else None
+    fleet = None
+    if args.fleet is not None:
+        from penstock.cli.provision.wiring import provide, read_fleet_file
+
+        fleet = read_fleet_file(args.fleet)
     server = ManagerServer(
         ServerConfig(
             token=token,
@@ -224,6 +228,7 @@ async def _serve(args: argparse.Namespace, token: str, own_tokens: dict[str, str
         loop.add_signal_handler(signal.SIGTERM, leave, "the manager got SIGTERM")
     loop.add_signal_handler(signal.SIGINT, leave, "the manager got SIGINT")
     url = adopted.manager_url = await server.start()
+    collector.settle()
     try:
         if fleet is not None:
             provide(server, fleet, url, own_tokens.get("agent") or token, agent_tls.words())

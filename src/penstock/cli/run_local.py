@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
+from penstock.cli import collector
 from penstock.cli.run_doors import RunDoors, how_to_join, tokens_of
 from penstock.cli.run_fleet import RunFleet, fleet_file
 from penstock.cli.run_folder import find_run, how_to_go_on, locked, make_folder
@@ -230,6 +231,7 @@ class _Run:
             watch=watch,
         )
         trainer = Trainer(config, learner, ports, start_step=start_step)
+        collector.settle()
         try:
             if self.eval_only:
                 trainer.evaluate()
