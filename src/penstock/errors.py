@@ -15,6 +15,10 @@ class ConfigError(PenstockError):
     """A run's configuration has an unknown key or an impossible value."""
 
 
+class PolicyError(PenstockError):
+    """A policy of the user's own gave an answer that can't be followed."""
+
+
 class DataError(PenstockError):
     """A prompt source is missing or one of its rows is malformed; names file and line."""
 

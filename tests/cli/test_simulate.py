@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -62,6 +63,24 @@ def test_a_policy_of_the_user_s_own_is_simulated_by_its_import_path(
     ours, mine = rows(capsys, *words)
     assert mine["strategy"] == "policies_of_mine:OneAtATime"
     assert mine["step_s"] > 2 * ours["step_s"]
+
+
+def test_a_policy_sees_in_the_simulator_what_it_sees_in_a_run(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens a second as an instance reported last, and whose it is: the example on the page goes by the former."""
+    (tmp_path / "policies_that_look.py").write_text(
+        "from penstock.rollout.balance import ShortestQueue\n\nSEEN = {}\n\n\n"
+        "class Looks(ShortestQueue):\n"
+        "    def weight(self, load):\n"
+        "        SEEN.setdefault(load.reserved, set()).add(load.tokens_per_s)\n"
+        "        return load.tokens_per_s or load.max_running\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows(capsys, small, "--machines", "2", "--steps", "2", "--strategies", "policies_that_look:Looks")
+    seen: dict[bool, set[float]] = importlib.import_module("policies_that_look").SEEN
+    assert set(seen) == {True, False}
+    assert all(min(rates) == 0 and max(rates) > 0 for rates in seen.values()), "none before the first report"
 
 
 def test_a_price_changes_dollars_and_not_seconds_where_the_fleet_is_fixed(

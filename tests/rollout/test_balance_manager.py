@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_helpers import SimulatedAgent, World, output_of, submit
 
+from penstock.errors import PolicyError
 from penstock.observe.events import SamplesMoved
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report, ShortestQueue
 from penstock.rollout.manager import ManagerConfig
@@ -165,3 +167,20 @@ def test_turns_that_wait_are_not_each_asked_about_and_all_end() -> None:
     assert Asked.times < 10 * len(names), "one by one it would be some 20,000"
     world.play_out()
     assert {batch for batch, _, _ in world.delivered} == set(names)
+
+
+class Forgetful(ShortestQueue):
+    """Leaves out all but the first of what waits."""
+
+    def order(self, output_tokens: Sequence[int], prompts: Sequence[int]) -> list[int]:
+        return [0]
+
+
+def test_a_policy_that_would_lose_samples_ends_the_manager_in_words() -> None:
+    world = World(ManagerConfig(balance="test_balance_manager:Forgetful", max_pending_per_instance=2))
+    world.publish(0)
+    agent = world.join_ready("engine")
+    world.trainer(submit(samples_per_prompt=4, max_new_tokens=40))
+    world.play(agent)
+    with pytest.raises(PolicyError, match="Forgetful makes no sense: order"):
+        world.lose(agent)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PolicyError
 
 __all__ = [
     "BalancePolicy",
@@ -233,6 +233,8 @@ class ShortestQueue:
         moved, fresh = queue.moved, queue.fresh
         held = [load.samples for load in loads]
         weights = [self.weight(load) for load in loads]
+        if not all(weight > 0 for weight in weights):
+            raise PolicyError(f"{type(self).__qualname__}.weight gave {weights}; each must be above 0")
         picks = _deal(moved, held, weights, [self.room(load) for load in loads]) if moved else []
         if len(picks) < moved:
             return picks

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from penstock.rollout.answers import ask_moves, ask_order, ask_picks
 from penstock.rollout.balance import BalancePolicy, InstanceLoad, Move, PlacedSample, Queue, Report
 from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.fleet import Instance
@@ -106,7 +107,7 @@ class Balancing:
         if len(batch.moved) > 1:
             rows = list(batch.moved)
             columns = [sample.length for sample in rows], [sample.prompt for sample in rows]
-            batch.moved = deque(rows[k] for k in self.policy.order(*columns))
+            batch.moved = deque(rows[k] for k in ask_order(self.policy, *columns))
         queue = Queue(
             fresh=batch.fresh,
             first_fresh=batch.samples - batch.fresh,
@@ -115,7 +116,7 @@ class Balancing:
             coming=coming,
             near=next((k for k, load in enumerate(loads) if load.instance == near), -1) if near else -1,
         )
-        return self.policy.assign(queue, loads)
+        return ask_picks(self.policy, queue, loads)
 
     def load(self, instance: Instance) -> InstanceLoad:
         return InstanceLoad(
@@ -144,7 +145,7 @@ class Balancing:
         if batch.name != self._moves_in:
             self._moves_by_choice.clear()
             self._moves_in = batch.name
-        return self.policy.moves(batch.waiting, loads, lambda instance: self._placed(instance, batch, loads))
+        return ask_moves(self.policy, batch.waiting, loads, lambda instance: self._placed(instance, batch, loads))
 
     def moved(self, sample: TrackedSample) -> None:
         """A sample was moved by choice."""

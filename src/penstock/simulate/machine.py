@@ -58,6 +58,8 @@ class Machine:
     pending: deque[SimSample] = field(default_factory=deque)
     busy_s: float = 0.0
     tokens: float = 0.0
+    tokens_per_s: float = 0.0
+    """As it reported last."""
     prefilled: int = 0
     retracted: int = 0
     epoch: int = 0
@@ -181,6 +183,7 @@ class Machine:
         if wall_s <= 0 or tokens < 1:
             return None
         self._since = [0.0, 0.0, 0.0, 0.0, 0.0]
+        self.tokens_per_s = tokens / wall_s
         starved = len(self.pending) if len(self.running) < self.profile.max_running else 0
         return Report(self.name, wall_s, running_s / wall_s, context_s / wall_s, int(tokens), int(prefilled), starved)
 

@@ -186,12 +186,16 @@ def _counted(path: Path, rows: list[tuple[int, list[str]]], seed: int) -> Trace:
     return from_counts(series, series[-1][0], seed)
 
 
+def _lack(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
+
+
 def _skypilot(path: Path, text: str, seed: int) -> Trace:
     try:
         table = json.loads(text)
         gap_s, counts = float(table["metadata"]["gap_seconds"]), [int(count) for count in table["data"]]
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise ConfigError(f"{path}: no trace of SkyPilot's form: {error!r}") from None
+        raise ConfigError(f"{path}: no trace of SkyPilot's form: {_lack(error)}") from None
     if not (0 < gap_s < math.inf) or not counts or min(counts) < 0:
         raise ConfigError(
             f"{path}: no trace of SkyPilot's form: gap_seconds {gap_s:g} must be above 0, and `data` have counts of 0 "

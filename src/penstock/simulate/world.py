@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from penstock.rollout.answers import ask_moves, ask_order, ask_picks
 from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue
 from penstock.rollout.offload import Offload, StepTimes, WindowView
 from penstock.simulate.bound import lower_bound_s
@@ -204,7 +205,7 @@ class World:
             coming=self.remotes.coming() + (len(self.reserved) if self._opening else 0),
         )
         given: dict[str, Machine] = {}
-        for pick in self.strategy.balance.assign(queue, self.loads(machines)):
+        for pick in ask_picks(self.strategy.balance, queue, self.loads(machines)):
             if step.moved:
                 sample = step.moved.popleft()
             else:
@@ -229,7 +230,7 @@ class World:
     def _order_moved(self, step: _Step) -> None:
         rows = list(step.moved)
         columns = [int(sample.done) for sample in rows], [sample.prompt for sample in rows]
-        step.moved = deque(rows[k] for k in self.strategy.balance.order(*columns))
+        step.moved = deque(rows[k] for k in ask_order(self.strategy.balance, *columns))
 
     def lose(self, machine: Machine) -> None:
         """A machine is gone; its samples go on elsewhere."""
@@ -265,7 +266,10 @@ class World:
         self.dispatch()
 
     def loads(self, machines: list[Machine]) -> list[InstanceLoad]:
-        return [InstanceLoad(m.name, m.samples, m.profile.max_running, pending=len(m.pending)) for m in machines]
+        return [
+            InstanceLoad(m.name, m.samples, m.profile.max_running, m.tokens_per_s, len(m.pending), not m.remote)
+            for m in machines
+        ]
 
     def _report(self) -> None:
         for machine in self.machines():
@@ -283,7 +287,7 @@ class World:
         placed: Callable[[str], list[PlacedSample]] = lambda name: machines[name].placed()  # noqa: E731
         touched: set[str] = set()
         parked = False
-        for move in self.strategy.balance.moves(waiting, self.loads(list(machines.values())), placed):
+        for move in ask_moves(self.strategy.balance, waiting, self.loads(list(machines.values())), placed):
             sample = self._leases.pop(move.lease, None)
             if sample is None or sample.where != move.source:
                 continue
