@@ -37,14 +37,14 @@ class Odd(ShortestQueue):
     [((2,), "picked instance 2; there are 2"), ((0, -1), "picked instance -1"), ((0, 1, 0, 1), "4 picks for 3")],
 )
 def test_picks_are_of_instances_that_are_there_and_no_more_than_samples_wait(picks: tuple[int, ...], says: str) -> None:
-    with pytest.raises(PolicyError, match=f"test_answers:Odd makes no sense: assign .*{says}"):
+    with pytest.raises(PolicyError, match=rf"test_answers:Odd makes no sense: assign .*{says}"):
         ask_picks(Odd(4, answer=picks), Queue(fresh=2, moved=1), LOADS)
     assert ask_picks(Odd(4, answer=(1, 0)), Queue(fresh=2, moved=1), LOADS) == [1, 0]
 
 
 @pytest.mark.parametrize("order", [(), (0, 1), (0, 1, 1), (0, 1, 3), (0, 1, 2, 2)])
 def test_an_order_has_every_sample_once_so_that_none_is_lost(order: tuple[int, ...]) -> None:
-    with pytest.raises(PolicyError, match="order gave .* for 3 samples"):
+    with pytest.raises(PolicyError, match=r"order gave .* for 3 samples"):
         ask_order(Odd(4, answer=order), [5, 6, 7], [0, 0, 1])
     assert ask_order(Odd(4, answer=(2, 0, 1)), [5, 6, 7], [0, 0, 1]) == [2, 0, 1]
 

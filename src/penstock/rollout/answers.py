@@ -19,7 +19,7 @@ def ask_picks(policy: BalancePolicy, queue: Queue, loads: Sequence[InstanceLoad]
     picks = policy.assign(queue, loads)
     if len(picks) > queue.waiting:
         raise _wrong(policy, f"assign gave {len(picks)} picks for {queue.waiting} waiting samples")
-    if picks and not (0 <= min(picks) and max(picks) < len(loads)):
+    if picks and not (min(picks) >= 0 and max(picks) < len(loads)):
         wrong = next(pick for pick in picks if not 0 <= pick < len(loads))
         raise _wrong(policy, f"assign picked instance {wrong}; there are {len(loads)}, counted from 0")
     return picks
