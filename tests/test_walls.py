@@ -12,7 +12,7 @@ FLOORS = [
     {"train", "simulate"},
     {"rollout", "instance"},
     {"reward", "environments", "data", "config", "wire"},
-    {"weights", "cluster", "observe", "sample", "tls", "errors", "__init__"},
+    {"weights", "cluster", "observe", "sample", "tls", "collector", "errors", "__init__"},
 ]
 OUTSIDE = {"integrations"}
 """May import any room; none imports them."""
@@ -30,6 +30,7 @@ NEIGHBOURS = {
     *((room, "errors") for room in ("weights", "cluster", "observe", "sample")),
     *((room, "__init__") for room in ("weights", "cluster", "observe", "sample", "errors")),
     ("cluster", "observe"),
+    ("cluster", "collector"),
     ("weights", "observe"),
 }
 HEAVY = {"torch", "transformers", "numpy", "ray", "rich", "pyarrow", "datasets", "reasoning_gym", "matplotlib"}

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock import __version__, cli
-from penstock.cli import collector
+from penstock import __version__, cli, collector
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, PenstockError, StorageError
 
@@ -210,7 +209,7 @@ def test_a_process_of_ones_own_collects_seldom_until_it_has_begun_and_no_other_i
     assert (gc.get_threshold(), gc.get_freeze_count()) == (found, frozen)
     code = f"""
 import gc
-from penstock.cli import collector
+from penstock import collector
 before = gc.get_threshold()
 collector.spare()
 assert gc.get_threshold() == collector.STARTING != before

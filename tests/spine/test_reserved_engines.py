@@ -34,13 +34,15 @@ async def test_a_step_shared_with_a_remote_machine_completes_on_the_runs_own_eng
     tmp_path: Path,
 ) -> None:
     sampling = Sampling(max_new_tokens=TOKENS)
-    async with open_house(tmp_path, engines=1, max_running=16, tokens_per_s=1500.0) as house:
+    async with open_house(
+        tmp_path, engines=1, rollout={"heartbeat_s": 0.1}, max_running=16, tokens_per_s=4000.0
+    ) as house:
         manifest = house.store.publish(0, [("w", "F32", (4,), bytes(16))], '{"vocab_size": 97}')
         await house.client.publish(0, house.source, manifest.digest)
         # With no remote instance.
         alone = await house.finish("step", await house.submit("step", prompts(SAMPLES), 1, sampling))
 
-        words = ["--manager", house.url, "--name", "spot", "--engine", "paced", "--tokens-per-s", "1500"]
+        words = ["--manager", house.url, "--name", "spot", "--engine", "paced", "--tokens-per-s", "4000"]
         remote = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "penstock", "join", *words, "--preemption", "none"),
             env={**os.environ, "PENSTOCK_TOKEN": house.token},

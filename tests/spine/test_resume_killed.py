@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from test_train_command import CONFIG, children_of, start, train
+from test_train_command import CONFIG, ONE_ENGINE, children_of, refused, start, train
 
 from penstock.observe.metrics import read_metrics
 
@@ -41,8 +41,8 @@ COMPARED = (
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Path:
-    (tmp_path / "tiny.toml").write_text(CONFIG.replace("CACHE", str(tmp_path / "models")))
+def work(tmp_path: Path, models: Path) -> Path:
+    (tmp_path / "tiny.toml").write_text(CONFIG.replace("CACHE", str(models)))
     return tmp_path
 
 
@@ -83,14 +83,19 @@ def test_a_run_killed_at_random_moments_has_the_metrics_of_one_that_was_not(work
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_evaluated_alone_in_a_folder_of_its_own(work: Path) -> None:
+def test_a_checkpoint_is_evaluated_alone_in_a_folder_of_its_own(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 
-    train(work, "--train.steps=2", "--train.checkpoint_every=1")
+    train(work, ONE_ENGINE, "--train.steps=2", "--train.checkpoint_every=1")
     first = work / "runs" / "tiny-001"
     before = (first / "metrics.jsonl").read_bytes()
     assert AutoModelForCausalLM.from_pretrained(first / "model")
-    several = ["--rollout.eval_samples=4", "--rollout.eval_sampling.temperature=1", "--data.eval.0.name=words"]
+    several = [
+        ONE_ENGINE,
+        "--rollout.eval_samples=4",
+        "--rollout.eval_sampling.temperature=1",
+        "--data.eval.0.name=words",
+    ]
     several += ["--rollout.eval_sampling.max_new_tokens=12"]
     output = train(work, "--eval-only", f"--resume={first / 'checkpoints' / 'step-000001'}", *several)
     assert "after 1 step" in output
@@ -105,5 +110,4 @@ def test_a_checkpoint_is_evaluated_alone_in_a_folder_of_its_own(work: Path) -> N
     assert evaluated["sets"]["words"]["asked"] == evaluated["whole"]["asked"]
     assert not (folder / "checkpoints").exists()
     assert (first / "metrics.jsonl").read_bytes() == before
-    output = train(work, "--eval-only", "--data.eval=[]", expect=2)
-    assert "nothing to evaluate on" in output
+    assert "nothing to evaluate on" in refused(work, capfd, "--eval-only", "--data.eval=[]", expect=2)

@@ -95,11 +95,6 @@ class Run:
         return summary
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.fixture
 def ended() -> Iterator[list[subprocess.Popen[str]]]:
     """Processes to be ended whatever happens."""
@@ -112,9 +107,9 @@ def ended() -> Iterator[list[subprocess.Popen[str]]]:
 
 @pytest.mark.slow
 def test_a_whole_run_with_a_kill_goes_under_mutual_tls_with_a_token_for_each_role(
-    tmp_path: Path, cache: Path, ended: list[subprocess.Popen[str]]
+    tmp_path: Path, models: Path, ended: list[subprocess.Popen[str]]
 ) -> None:
-    run = Run(tmp_path, cache, "--train.steps=12", "--drill.kill_at=0.1", "--rollout.engines.tokens_per_s=500")
+    run = Run(tmp_path, models, "--train.steps=12", "--drill.kill_at=0.1", "--rollout.engines.tokens_per_s=500")
     ended.append(run.process)
     assert "https://127.0.0.1:" in run.read_until("the manager listens at")
     with pytest.raises((ssl.SSLError, ConnectionError)):
@@ -131,9 +126,9 @@ def test_a_whole_run_with_a_kill_goes_under_mutual_tls_with_a_token_for_each_rol
 
 @pytest.mark.slow
 def test_a_machine_with_another_roles_token_is_told_so_on_both_sides_and_one_with_a_certificate_does_the_run(
-    tmp_path: Path, cache: Path, ended: list[subprocess.Popen[str]]
+    tmp_path: Path, models: Path, ended: list[subprocess.Popen[str]]
 ) -> None:
-    run = Run(tmp_path, cache, "--train.steps=2", "--rollout.engines.count=0")
+    run = Run(tmp_path, models, "--train.steps=2", "--rollout.engines.count=0")
     ended.append(run.process)
     run.read_until("the manager listens at")
     nobody = run.papers.issue("someone")

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_train_command import CONFIG, ENVIRONMENT
+from test_train_command import CONFIG, ENVIRONMENT, ONE_ENGINE, PACED
 
 PATIENCE_S = 180
 PPO = [
+    ONE_ENGINE,
     "--train.advantage=gae",
     "--train.epochs=2",
     "--train.checkpoint_every=2",
@@ -23,8 +24,8 @@ PPO = [
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Path:
-    (tmp_path / "tiny.toml").write_text(CONFIG.replace("CACHE", str(tmp_path / "models")))
+def work(tmp_path: Path, models: Path) -> Path:
+    (tmp_path / "tiny.toml").write_text(CONFIG.replace("CACHE", str(models)))
     return tmp_path
 
 
@@ -58,7 +59,7 @@ def test_two_ranks_train_and_one_goes_on(work: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run_and_leaves_nothing(work: Path) -> None:
     process = subprocess.Popen(
-        torchrun("tiny.toml", *PPO, "--train.steps=1000"),
+        torchrun("tiny.toml", *PPO, PACED, "--train.steps=1000"),
         cwd=work,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,

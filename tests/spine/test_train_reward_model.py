@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from test_train_command import CONFIG, children_of, lines, read_until, start
+from test_train_command import CONFIG, ONE_ENGINE, children_of, lines, read_until, start
 
 from penstock.reward.worker_scorer import batch_of
 from penstock.train.recipes import character_tokenizer
@@ -48,7 +48,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def work(tmp_path: Path, judge: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path: Path, judge: Path, models: Path) -> Path:
     reward = f"""
 [reward]
 function = "penstock.reward.verifiers:reasoning_gym_exact"
@@ -63,7 +63,7 @@ offset = 1.0
 [cluster]
 execute_mode = "all_multithread"
 """
-    text = CONFIG.replace("CACHE", str(tmp_path_factory.getbasetemp() / "models"))
+    text = CONFIG.replace("CACHE", str(models))
     random_reward = '[reward]\nfunction = "penstock.reward.verifiers:random_reward"\n'
     assert random_reward in text
     text = text.replace(random_reward, reward).replace(
@@ -86,7 +86,7 @@ def finished(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.slow
 def test_a_run_learns_from_the_rewards_of_its_own_model_and_is_judged_by_its_function(work: Path, judge: Path) -> None:
-    finished(start(work))
+    finished(start(work, ONE_ENGINE))
     folder = work / "runs" / "tiny-001"
     assert json.loads((folder / "summary.json").read_text())["outcome"] == "done"
     assert [row["unscored"] for row in lines(folder / "metrics.jsonl")] == [0, 0, 0, 0]

@@ -20,8 +20,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock import __version__
-from penstock.cli import collector
+from penstock import __version__, collector
 from penstock.errors import ConfigError, PenstockError
 
 COMMANDS: Mapping[str, str] = {

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli import collector
+from penstock import collector
 from penstock.cli.engine_server import (
     SERVED,
     add_server_arguments,

@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from penstock.cli import collector
+from penstock import collector
 from penstock.errors import PenstockError
 
 ROLES = ("agent", "trainer", "operator")

@@ -18,6 +18,7 @@ import threading
 import traceback
 from typing import Any
 
+from penstock import collector
 from penstock.cluster import frames
 from penstock.cluster.payload import Packed, pack, unpack
 from penstock.cluster.segment import SegmentPool
@@ -26,6 +27,7 @@ from penstock.cluster.workers import keep_what_is_there
 
 def main(socket_fd: int, life_fd: int) -> None:
     """Runs until the controller closes the socket."""
+    collector.spare()
     _end_with_controller(life_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to act on
     sock = socket.socket(fileno=socket_fd)
@@ -53,6 +55,7 @@ def _serve(sock: socket.socket) -> None:
         frames.send(sock, frames.encode(_fault(0, error)))
         return
     keep_what_is_there()
+    collector.settle()
     frames.send(sock, frames.encode(frames.Ready(os.getpid())))
     segments = SegmentPool()
     while True:

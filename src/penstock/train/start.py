@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from penstock import collector
 from penstock.config.run import RunConfig
 from penstock.train.actor import Actor
 from penstock.train.advantages import get_advantage
@@ -44,4 +45,5 @@ def follow(config: RunConfig, ranks: Ranks) -> None:
         learner, _ = make_learner(
             config, Path(order.folder), Path(order.checkpoint) if order.checkpoint else None, ranks
         )
+        collector.settle()
         Follower(learner).run()

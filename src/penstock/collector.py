@@ -1,4 +1,4 @@
-"""Python's garbage collector while a command starts.
+"""Python's garbage collector while a process of ours starts.
 
 Importing PyTorch and transformers makes a million objects that all stay; with the interpreter's own thresholds looking
 through them again and again for garbage is a fifth of a trainer's start-up.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 
 STARTING = (100_000, 50, 100)
-"""New objects between two collections, and of those between two of the older generations, until a command has begun."""
+"""New objects between two collections, and of those between two of the older generations, until it has begun."""
 _OWN = gc.get_threshold()
 
 
