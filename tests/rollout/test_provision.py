@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from provision_world import CONFIG, World
 
+from penstock.observe.events import Warned
 from penstock.rollout.provision_types import InstanceView, MachineState, Seen
 
 JOINED = MachineState.JOINED
@@ -77,12 +78,12 @@ def test_idle_machines_go_first_and_of_those_the_dearest() -> None:
     world.machines.want(3, 0.0)
     world.pass_time(30)
     world.boxes["m-1"].samples = 5
-    prices = {"m-1": 99.0, "m-2": 36.0, "m-3": 50.0}
+    prices = {"m-1": 99.0, "m-2": 50.0, "m-3": 36.0}
     for machine in world.machines.machines:
         machine.price_per_h = prices[machine.id]
         machine.samples = world.boxes[machine.id].samples
     world.machines._shrink(2, world.now)
-    assert [m.id for m in world.machines.machines if m.state is MachineState.DRAINING] == ["m-3"]
+    assert [m.id for m in world.machines.machines if m.state is MachineState.DRAINING] == ["m-2"]
     world.machines._shrink(1, world.now)
     assert [m.id for m in world.machines.machines if m.state is JOINED] == ["m-1"]
 
@@ -316,6 +317,45 @@ def test_the_budget_comes_before_the_floor() -> None:
     world.pass_time(300)
     assert world.alive() == []
     assert world.machines.purse.spent <= 1.5
+
+
+def test_a_budget_that_holds_the_number_down_is_told_once_and_so_is_one_that_ends_machines() -> None:
+    world = World(config=replace(CONFIG, budget=2.0))
+    world.machines.want(4, 0.0)
+    world.pass_time(60)
+    (told,) = [event for event in world.events if isinstance(event, Warned)]
+    assert told.message.startswith("4 machines are wanted and 0 there; the budget pays for 2 more")
+    assert world.machines.short.startswith("4 machines are wanted and 2 there; the budget pays for 0 more")
+    assert "of 2 dollars are spent" in world.machines.short
+    world.pass_time(600)
+    assert len([event for event in world.events if isinstance(event, Warned)]) == 1
+    assert world.alive() == []
+    assert {machine.cause.partition(":")[0] for machine in world.machines.ended} == {"machines paid for"}
+
+
+def test_the_budget_pays_each_machine_that_is_asked_for_until_it_was_of_use_for_as_long_as_it_took_to_start() -> None:
+    world = World(config=replace(CONFIG, budget=2.0))
+    world.machines.want(4, 0.0)
+    world.pass_time(2 * CONFIG.start_s)
+    assert world.states() == [JOINED] * 2, "for four there is not enough"
+    assert world.asked_in_all == 2
+
+
+def test_a_budget_too_small_for_any_machine_is_told() -> None:
+    world = World(config=replace(CONFIG, floor=1, budget=0.5))
+    world.pass_time(30)
+    assert world.asked_in_all == 0
+    assert "1 machines are wanted and 0 there; the budget pays for 0 more" in world.machines.short
+
+
+def test_a_place_that_is_about_to_be_free_is_no_lack_of_money() -> None:
+    world = World(config=replace(CONFIG, budget_per_h=80.0))
+    world.machines.want(2, 0.0)
+    world.pass_time(30)
+    world.preempt(world.alive()[0])
+    world.pass_time(60)
+    assert len(world.alive()) == 2
+    assert not [event for event in world.events if isinstance(event, Warned)]
 
 
 def test_a_price_that_the_provider_tells_is_the_one_that_counts() -> None:

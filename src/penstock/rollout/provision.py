@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
-from penstock.observe.events import Event, MachineChanged
+from penstock.observe.events import Event, MachineChanged, Warned
 from penstock.rollout.provision_calls import Calls
 from penstock.rollout.provision_money import Purse
 from penstock.rollout.provision_types import (
@@ -61,6 +61,8 @@ class Provision:
         """Of machines asked for, released, failed, lost and never joined; of failed calls by their kind."""
         self.ending = ""
         """Why every machine is released for good; empty while the run goes on."""
+        self.short = ""
+        """Why there are fewer machines than wanted, where it is for the money."""
         self.calls = Calls(config, emit, self.counts, wall_offset_s)
         self._emit = emit
         self._wall_offset_s = wall_offset_s
@@ -344,7 +346,7 @@ class Provision:
     # ---- how many
 
     def _keep_to(self, active: bool, now: float) -> int:
-        """Machines beyond this number are released."""
+        """Machines beyond this number are not wanted."""
         if self.ending:
             return 0
         hold_s, log = max(self.config.cool_down_s, self.start_s), self._wanted_log
@@ -352,7 +354,7 @@ class Provision:
         while len(log) > 1 and log[1][0] <= now - hold_s:
             log.popleft()
         most = max((number for _, number in log), default=0)
-        return min(self._bounded(most) if active else 0, self.purse.keeps(self._machines))
+        return self._bounded(most) if active else 0
 
     def _bounded(self, number: int) -> int:
         return max(self.config.floor, min(self.config.ceiling, number))
@@ -364,8 +366,9 @@ class Provision:
                 self._enter(machine, S.JOINED, "it is wanted again", now)
                 counting += 1
         price = self.config.price_per_h
-        room = min(self.config.ceiling - len(self._machines), self.purse.affords(self._machines, price, self.start_s))
-        count = min(number - counting, room)
+        paid = self.purse.affords(self._machines, price, self.start_s)
+        self._mind_money(number, counting, paid, now)
+        count = min(number - counting, self.config.ceiling - len(self._machines), paid)
         if count <= 0 or now < self.calls.grow_at or self.calls.unsure or self.calls.pending(Add):
             return
         call = Add(self.calls.number(), count)
@@ -377,6 +380,20 @@ class Provision:
             self.counts["asked"] += 1
             self._enter(machine, S.ASKED, f"machines wanted: {number}, there: {counting}", now, before="")
 
+    def _mind_money(self, number: int, counting: int, paid: int, now: float) -> None:
+        """Says once that the budget, and nothing else, holds the number down."""
+        if counting < len(self._machines):
+            # One that is about to go still costs, and there is money for another in a moment.
+            return
+        before, self.short = self.short, ""
+        if number - counting > paid:
+            self.short = (
+                f"{number} machines are wanted and {counting} there; the budget pays for {paid} more, start-up and "
+                f"release included: {self.purse.words()}"
+            )
+            if not before:
+                self._emit(Warned(ts=now + self._wall_offset_s, where="provisioner", message=self.short))
+
     def _can_keep(self, machine: Machine) -> bool:
         """It, too, can be paid for, with those that count."""
         working = sum(other.price_per_h for other in self._machines if other.counts) + machine.price_per_h
@@ -385,10 +402,13 @@ class Provision:
 
     def _shrink(self, number: int, now: float) -> None:
         """The idle ones first, of those the dearest, of those the youngest."""
+        paid = self.purse.keeps(self._machines)
+        why = f"machines wanted: {number}" if number <= paid else f"machines paid for: {paid}, {self.purse.words()}"
+        number = min(number, paid)
         surplus = sum(machine.counts for machine in self._machines) - number
         going = [machine for machine in self._machines if machine.state in (S.STARTING, S.JOINED)]
         going.sort(key=lambda machine: (machine.samples > 0, -machine.price_per_h, machine.samples, -machine.number))
-        cause = self.ending or f"machines wanted: {number}"
+        cause = self.ending or why
         for machine in going[: max(0, surplus)]:
             self._enter(machine, S.DRAINING if machine.peer else S.RELEASING, cause, now)
 

@@ -30,6 +30,14 @@ class Purse:
         machine.cost += cost
         self.spent += cost
 
+    def words(self) -> str:
+        """The account, for people."""
+        config = self._config
+        bounds = [f"{self.spent:.2f} of {config.budget:g} dollars are spent"] if config.budget < math.inf else []
+        if config.budget_per_h < math.inf:
+            bounds.append(f"at most {config.budget_per_h:g} dollars an hour are to be")
+        return " and ".join(bounds)
+
     def pays(self, working: float, leaving: float) -> bool:
         """Whether machines that cost so much an hour can go on, while others, about to go, cost so much."""
         config = self._config
@@ -46,13 +54,14 @@ class Purse:
         return len(working)
 
     def affords(self, machines: Iterable[Machine], price_per_h: float, start_s: float) -> int:
-        """How many further machines at this price."""
+        """How many further machines at this price, those that are there having what they were asked for with."""
         config = self._config
         if price_per_h <= 0:
             return config.ceiling
-        everyone = sum(machine.price_per_h for machine in machines)
+        there = list(machines)
+        everyone = sum(machine.price_per_h for machine in there)
         by_hour = (config.budget_per_h - everyone) / price_per_h
-        tail_h = config.tail_s / HOUR_S
-        each = price_per_h * (tail_h + START_UPS * start_s / HOUR_S)
-        by_run = (config.budget - self.spent - everyone * tail_h) / each
+        tail_h, starts_h = config.tail_s / HOUR_S, START_UPS * start_s / HOUR_S
+        promised = sum(max(0.0, machine.price_per_h * starts_h - machine.cost) for machine in there if machine.counts)
+        by_run = (config.budget - self.spent - everyone * tail_h - promised) / (price_per_h * (tail_h + starts_h))
         return max(0, math.floor(min(by_hour + 1e-9, by_run, config.ceiling)))

@@ -152,7 +152,7 @@ class Provisioning:
             "budget_per_h": _finite(self.config.budget_per_h),
             "start_s": round(machines.start_s, 1),
             "preemptions_per_h": round(self.size.preemptions_per_h, 3),
-            "trouble": machines.calls.trouble,
+            "trouble": machines.calls.trouble or machines.short,
             "ending": machines.ending,
             "done": machines.done,
         }
