@@ -385,16 +385,16 @@ def test_silence_becomes_an_error_that_says_what_was_awaited(
 ) -> None:
     monkeypatch.setattr("penstock.train.batches.STALL_GRACE_S", 0.2)
     rollout = FakeRollout(gate=lambda batch, number: 0.0 if number < 5 else 3600.0)
-    run = make_run(rollout=rollout, deadline_s=0.1, evaluate=False)
+    run = make_run(rollout=rollout, deadline_s=0.1, evaluate=False, talk={"timeout_s": 1.0})
     with pytest.raises(DeadlineExceeded, match=r"train-0: nothing heard .* 5 of 16 samples arrived and 0 being scored"):
         run.trainer.run()
 
 
 def test_a_long_training_pass_is_not_taken_for_silence(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.train.batches.STALL_GRACE_S", 0.2)
-    run = make_run(deadline_s=0.1, steps=1, evaluate=False)
+    run = make_run(deadline_s=0.1, steps=1, evaluate=False, talk={"timeout_s": 1.0})
     accumulate = run.trainer.learner.actor.accumulate
-    run.trainer.learner.actor.accumulate = lambda batch: (time.sleep(0.4), accumulate(batch))  # type: ignore[assignment,func-returns-value]
+    run.trainer.learner.actor.accumulate = lambda batch: (time.sleep(1.5), accumulate(batch))  # type: ignore[assignment,func-returns-value]
     run.trainer.run()
     assert run.metrics[0]["optimizer_steps"] == 1
 
