@@ -31,7 +31,7 @@ test: install
 
 # Two hundred seeded faults of every kind over one run (`make test` has fifty), and the longest of the whole runs.
 test-chaos: install
-	$(VENV)/bin/pytest -m ci
+	$(VENV)/bin/pytest -n $(TEST_PROCESSES) --dist worksteal -m ci
 
 # The integrations against the frameworks themselves, on CPU: minutes the first time, then about half a minute each.
 test-trl test-verl test-ray test-verifiers test-wandb: test-%:

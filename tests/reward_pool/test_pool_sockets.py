@@ -612,8 +612,10 @@ print(loop.run_until_complete(asked(third)))
 def test_a_pool_goes_from_loop_to_loop_and_one_left_open_ends_without_a_word() -> None:
     done = subprocess.run([sys.executable, "-X", "dev", "-c", LEFT_OPEN], capture_output=True, text=True, timeout=120)
     assert done.stdout == ",".join(["echo: x"] * 5) + "\necho: x\n", done.stderr
-    assert "aiohttp" not in done.stderr
-    assert "client" not in done.stderr.lower()
+    # That a callback took long is a busy machine's word, and development mode tells it.
+    said = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("Executing <"))
+    assert "aiohttp" not in said
+    assert "client" not in said.lower()
 
 
 async def test_a_reload_changes_limits_and_loses_no_job(tmp_path: Path) -> None:
