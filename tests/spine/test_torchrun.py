@@ -56,7 +56,7 @@ def test_two_ranks_train_and_one_goes_on(work: Path) -> None:
     assert metrics(work)[-1]["step"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_rank_that_dies_ends_the_run_and_leaves_nothing(work: Path) -> None:
     process = subprocess.Popen(
         torchrun("tiny.toml", *PPO, PACED, "--train.steps=1000"),

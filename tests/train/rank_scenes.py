@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from penstock import collector
 from penstock.config.run import RunConfig
 from penstock.sample import Finish, Group, Prompt, Sample, SampleId, Score
 from penstock.train.checkpoint import Checkpoints, Position, files_of
@@ -172,6 +173,7 @@ def restore(model: Path, out: Path, checkpoint: Path) -> None:
 
 
 if __name__ == "__main__":
+    collector.spare()
     if len(sys.argv) > 3:
         restore(*map(Path, sys.argv[1:4]))
     else:

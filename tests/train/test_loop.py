@@ -394,7 +394,8 @@ def test_a_long_training_pass_is_not_taken_for_silence(make_run: MakeRun, monkey
     monkeypatch.setattr("penstock.train.batches.STALL_GRACE_S", 0.2)
     run = make_run(deadline_s=0.1, steps=1, evaluate=False, talk={"timeout_s": 1.0})
     accumulate = run.trainer.learner.actor.accumulate
-    run.trainer.learner.actor.accumulate = lambda batch: (time.sleep(1.5), accumulate(batch))  # type: ignore[assignment,func-returns-value]
+    slept = iter([1.5])
+    run.trainer.learner.actor.accumulate = lambda batch: (time.sleep(next(slept, 0)), accumulate(batch))  # type: ignore[assignment,func-returns-value]
     run.trainer.run()
     assert run.metrics[0]["optimizer_steps"] == 1
 
