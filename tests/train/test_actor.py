@@ -11,9 +11,10 @@ import torch
 
 from penstock.config.run import TrainConfig
 from penstock.errors import CheckpointError, ConfigError
-from penstock.train.actor import Actor, load_causal_lm, pick_device
+from penstock.train.actor import Actor, pick_device
 from penstock.train.batching import PassBatch, collate, split_passes
 from penstock.train.forward import score_tokens
+from penstock.train.loading import load_causal_lm
 from penstock.train.losses import aggregate, approximate_kl
 from penstock.train.policy_losses import ppo_clip
 

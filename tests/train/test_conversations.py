@@ -22,10 +22,11 @@ from penstock.errors import RolloutError
 from penstock.observe import events
 from penstock.rollout.client import FinishedSample
 from penstock.sample import Finish, Group, Prompt, Sample, SampleId, Score, Unscored, is_turn
-from penstock.train.actor import Actor, load_causal_lm
+from penstock.train.actor import Actor
 from penstock.train.appraisal import Appraiser
 from penstock.train.batching import collate_samples
 from penstock.train.forward import score_tokens
+from penstock.train.loading import load_causal_lm
 from penstock.train.ranks import Ranks, pack, unpack
 from penstock.train.tally import Tally
 

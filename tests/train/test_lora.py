@@ -12,10 +12,11 @@ from runs import MakeRun
 
 from penstock.config.run import TrainConfig
 from penstock.errors import CheckpointError, ConfigError, MissingExtra
-from penstock.train.actor import Actor, load_causal_lm
+from penstock.train.actor import Actor
 from penstock.train.batching import collate
 from penstock.train.checkpoint import Checkpoints, Position, find_checkpoint, load_checkpoint
 from penstock.train.forward import score_tokens
+from penstock.train.loading import load_causal_lm
 
 BATCH = ([[5, 6], [7]], [[8, 9, 10], [11]], [[-4.0] * 3, [-4.0]], [1.0, -1.0])
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.train.actor import load_causal_lm
 from penstock.train.batching import collate
 from penstock.train.forward import refuse_other_heads, score_tokens
+from penstock.train.loading import load_causal_lm
 from penstock.train.packing import IMPLEMENTATION, SMALL, WASTE, Layout, _buckets, hidden_states, use_packing
 
 

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.train.actor import load_causal_lm
 from penstock.train.batching import split_passes
 from penstock.train.learner import Learner
+from penstock.train.loading import load_causal_lm
 from penstock.train.losses import token_weights
 from penstock.train.policy_losses import ppo_clip
 from penstock.train.ranks import BeginStep, Ranks, pack, unpack

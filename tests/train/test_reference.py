@@ -19,10 +19,11 @@ from penstock.cluster import Batch, WorkerFailed
 from penstock.config.run import RunConfig, TrainConfig
 from penstock.errors import ConfigError, RewardError
 from penstock.sample import Finish, Group, Prompt, Sample, SampleId, Score, Unscored
-from penstock.train.actor import Actor, load_causal_lm
+from penstock.train.actor import Actor
 from penstock.train.batching import collate, collate_samples, idle_pass
 from penstock.train.edge import EdgeLoop
 from penstock.train.forward import score_tokens
+from penstock.train.loading import load_causal_lm
 from penstock.train.ranks import Ranks, pack, unpack
 from penstock.train.reference import Reference, ReferenceScorer, _sent
 from penstock.train.sharding import place

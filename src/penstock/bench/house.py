@@ -21,8 +21,8 @@ from penstock.errors import DeadlineExceeded, RolloutError
 from penstock.observe.events import Event
 from penstock.rollout.client import FinishedSample, RolloutClient
 from penstock.sample import Prompt
-from penstock.train.actor import safetensors_dtype, tensor_bytes
 from penstock.train.processes import LocalProcesses
+from penstock.train.shards import safetensors_dtype, tensor_bytes
 from penstock.weights import WeightStore
 from penstock.wire import BatchDone, FleetStatus, Sampling
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from penstock.bench.common import Result, at_least, median, random_llama
 from penstock.config.run import RunConfig
 from penstock.sample import Finish, Group, Prompt, Sample, SampleId, Score
-from penstock.train.actor import load_causal_lm
 from penstock.train.batching import PassBatch, collate_samples, split_passes
 from penstock.train.learner import Learner
+from penstock.train.loading import load_causal_lm
 from penstock.train.packing import hidden_states
 from penstock.train.ranks import Ranks
 from penstock.train.start import make_learner

@@ -11,31 +11,32 @@ be lost. Dropout stays off, so that a pass gives the log-probabilities that samp
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.config.run import TrainConfig, old_logprobs_refusal
-from penstock.errors import CheckpointError, ConfigError, MissingExtra
+from penstock.errors import ConfigError
 from penstock.train.batching import PassBatch
 from penstock.train.flops import ModelSize, forward_flops
-from penstock.train.forward import TokenScorer, TokenScores, refuse_other_heads
+from penstock.train.forward import TokenScorer, TokenScores
+from penstock.train.loading import load_placed
 from penstock.train.lora import add_adapters, merged_tensors, without_adapters
 from penstock.train.losses import approximate_kl, token_weights, truncated_importance
 from penstock.train.mini_batch import MiniBatch, OptimizerStep
-from penstock.train.packing import use_packing
 from penstock.train.policy_losses import get_loss
 from penstock.train.ranks import Ranks
 from penstock.train.schedule import lr_at
-from penstock.train.sharding import checkpoint_activations, layers_of, local, place
+from penstock.train.sharding import checkpoint_activations, layers_of, local
+from penstock.train.shards import safetensors_dtype, tensor_bytes
 from penstock.train.sums import Sums
 from penstock.weights.gather import gathered
 
-__all__ = ["Actor", "NamedTensor", "load_causal_lm", "pick_device"]
+__all__ = ["Actor", "NamedTensor", "pick_device"]
 
 NamedTensor = tuple[str, str, tuple[int, ...], memoryview]
 """Hugging Face name, dtype as in safetensors, shape, raw little-endian bytes."""
@@ -212,7 +213,7 @@ class Actor:
         """
         for name, tensor in self.whole_weights():
             sent = tensor.to(torch.bfloat16) if self.dtype == "bfloat16" and tensor.is_floating_point() else tensor
-            yield name, _SAFETENSORS_DTYPES[sent.dtype], tuple(sent.shape), tensor_bytes(sent)
+            yield name, safetensors_dtype(sent), tuple(sent.shape), tensor_bytes(sent)
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights by Hugging Face name, adapters merged; of several ranks the leader alone gets them.
@@ -281,18 +282,25 @@ class Actor:
         here = self.config.kl_coef > 0 and not reference.workers
         if not here or (self.config.lora.rank and not reference.path):
             return None
-        model = load_causal_lm(Path(reference.path) if reference.path else self.folder).requires_grad_(False)
-        return self._scorer_of(model, offload=reference.offload or self.config.cpu_offload)
+        folder = Path(reference.path) if reference.path else self.folder
+        return self._placed(
+            folder,
+            lambda model: TokenScorer(model).requires_grad_(False),
+            offload=reference.offload or self.config.cpu_offload,
+        )
 
     def _made(self) -> TokenScorer:
         """The model of the run's start, with what it learns by."""
-        model = load_causal_lm(self.folder)
-        if self.config.lora.rank:
-            add_adapters(model, self.config.lora)
-        return self._scorer_of(model, offload=self.config.cpu_offload)
 
-    def _scorer_of(self, model: Any, *, offload: bool) -> TokenScorer:
-        return place(TokenScorer(model), layers_of(model), self.ranks, self.device, self.dtype, cpu_offload=offload)
+        def learning(model: Any) -> TokenScorer:
+            if self.config.lora.rank:
+                add_adapters(model, self.config.lora)
+            return TokenScorer(model)
+
+        return self._placed(self.folder, learning, offload=self.config.cpu_offload)
+
+    def _placed(self, folder: Path, make: Callable[[Any], TokenScorer], *, offload: bool) -> TokenScorer:
+        return load_placed(folder, make, self.ranks, self.device, self.dtype, cpu_offload=offload)
 
     def _score(self, scorer: TokenScorer, batch: PassBatch, *, entropy_gradient: bool = False) -> TokenScores:
         # Shards are exchanged in bfloat16 already, and layers compute in what they are given.
@@ -302,28 +310,6 @@ class Actor:
         if not torch.is_grad_enabled():
             self.looked_flops += forward_flops(ModelSize.of(scorer.lm), batch)
         return scores
-
-
-_SAFETENSORS_DTYPES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's bytes as a flat memoryview: no copy where it is contiguous and in host memory."""
-    flat = tensor.detach().contiguous().cpu().reshape(-1)
-    return memoryview(cast(Any, flat.view(torch.uint8).numpy()))
-
-
-def safetensors_dtype(tensor: Tensor) -> str:
-    return _SAFETENSORS_DTYPES[tensor.dtype]
 
 
 def pick_device(name: str) -> torch.device:
@@ -340,34 +326,3 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"train.device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
     return device
-
-
-def load_causal_lm(folder: Path) -> Any:
-    """The float32 model of a folder, without dropout. Raises CheckpointError naming the folder and what is wrong."""
-    try:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils.logging import disable_progress_bar
-    except ImportError as error:
-        raise MissingExtra("transformers", "train", "training") from error
-
-    # A progress bar for a load of milliseconds would break the live view.
-    disable_progress_bar()
-    config_path = folder / "config.json"
-    try:
-        json.loads(config_path.read_text())["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{config_path} is missing or is not a Hugging Face model configuration") from error
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
-        model.eval()
-        use_packing(model)
-        refuse_other_heads(model)
-    # transformers and safetensors raise whatever they meet; every kind of it means that this folder can't be used.
-    except Exception as error:
-        raise CheckpointError(f"{folder} holds no usable model: {type(error).__name__}: {error}") from error
-    missing = sorted(report["missing_keys"]) + [str(key) for key in report.get("mismatched_keys", ())]
-    if missing:
-        raise CheckpointError(f"{folder}: weights are missing or of another shape: {', '.join(missing[:5])}")
-    return model

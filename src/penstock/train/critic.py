@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 
 from penstock.config.run import TrainConfig
-from penstock.train.actor import load_causal_lm, pick_device
+from penstock.train.actor import pick_device
 from penstock.train.batching import PassBatch
 from penstock.train.flops import ModelSize, forward_flops
+from penstock.train.loading import load_placed
 from penstock.train.losses import token_weights
 from penstock.train.mini_batch import MiniBatch, OptimizerStep
 from penstock.train.packing import backbone_of, hidden_states
 from penstock.train.ranks import Ranks
 from penstock.train.schedule import lr_at
-from penstock.train.sharding import checkpoint_activations, layers_of, place
+from penstock.train.sharding import checkpoint_activations, layers_of
 from penstock.train.sums import Sums
 
-__all__ = ["Critic", "value_loss"]
+__all__ = ["Critic", "ValueModel", "value_loss"]
 
 
 def value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, clip: float) -> tuple[Tensor, Tensor]:
@@ -65,13 +66,11 @@ class Critic:
         self.device = pick_device(config.device)
         self.total_optimizer_steps = total_optimizer_steps
         self.horizon_tokens = horizon_tokens
-        model = load_causal_lm(folder)
-        whole = _ValueModel(backbone_of(model), model.get_output_embeddings().weight.shape[1])
         own = config.critic
-        layers = layers_of(whole.backbone)
+        offload = config.cpu_offload
+        self.model = load_placed(folder, ValueModel, self.ranks, self.device, dtype, cpu_offload=offload)
         if config.activation_checkpointing:
-            checkpoint_activations(layers)
-        self.model = place(whole, layers, self.ranks, self.device, dtype, cpu_offload=config.cpu_offload)
+            checkpoint_activations(layers_of(self.model.backbone))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=own.lr, betas=config.betas, weight_decay=own.weight_decay, fused=True
         )
@@ -133,11 +132,13 @@ class Critic:
         return empty_BT.masked_scatter(batch.mask_BT, values_N1.float())
 
 
-class _ValueModel(torch.nn.Module):
-    def __init__(self, backbone: Any, hidden_size: int) -> None:
+class ValueModel(torch.nn.Module):
+    """The backbone of a causal LM, with a head of zeros."""
+
+    def __init__(self, lm: Any) -> None:
         super().__init__()
-        self.backbone = backbone
-        self.head = torch.nn.Linear(hidden_size, 1, bias=False)
+        self.backbone: Any = backbone_of(lm)
+        self.head = torch.nn.Linear(lm.get_output_embeddings().weight.shape[1], 1, bias=False)
         torch.nn.init.zeros_(self.head.weight)
 
     def forward(self, batch: PassBatch) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from penstock.train.batching import PassBatch
-from penstock.train.packing import Layout, backbone_of, hidden_states
+from penstock.train.packing import Layout, backbone_of, few_ids, hidden_states
 
 __all__ = ["MAX_LOGITS", "Head", "TokenScorer", "TokenScores", "refuse_other_heads", "score_tokens"]
 
@@ -109,19 +109,17 @@ def score_tokens(
 @torch.no_grad()
 def refuse_other_heads(model: Any) -> None:
     """Raises ValueError for a model whose own logits are not its `Head`'s: it would be trained as another one."""
-    ids_1T = _few_ids(model).unsqueeze(0)
+    ids_T = few_ids(model)
+    ids_1T = ids_T.unsqueeze(0)
     own_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
-    found_TV = Head.of(model).logits(hidden_states(backbone_of(model), ids_1T[0], Layout.of([ids_1T.numel()])))
+    layout = Layout.of([ids_T.numel()]).to(ids_T.device)
+    found_TV = Head.of(model).logits(hidden_states(backbone_of(model), ids_T, layout))
     gap = float((own_TV - found_TV).abs().max())
     if not gap <= 1e-3 * max(1.0, float(own_TV.abs().max())):
         raise ValueError(
             f"{type(model).__name__} makes its logits in a way that is not known here (they differ by {gap:.2g} from "
             "its head's product with its last hidden states)"
         )
-
-
-def _few_ids(model: Any) -> Tensor:
-    return torch.arange(1, 6) % int(model.get_output_embeddings().weight.shape[0])
 
 
 def _score(

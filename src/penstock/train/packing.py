@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Layout", "backbone_of", "hidden_states", "use_packing"]
+__all__ = ["Layout", "backbone_of", "few_ids", "hidden_states", "use_packing"]
 
 IMPLEMENTATION = "penstock_packed"
 WASTE = 1.3
@@ -102,8 +102,14 @@ def use_packing(model: Any) -> bool:
 @torch.no_grad()
 def _two_samples(model: Any) -> Tensor:
     """Hidden states of two short samples in one pass."""
-    ids_F = torch.arange(1, 6, device=model.device) % model.config.vocab_size
-    return hidden_states(backbone_of(model), ids_F, Layout.of([2, 3]).to(model.device))
+    ids_F = few_ids(model)
+    return hidden_states(backbone_of(model), ids_F, Layout.of([2, 3]).to(ids_F.device))
+
+
+def few_ids(model: Any) -> Tensor:
+    """Five token ids for a trial, where the model computes: its head is there, wherever shards lie."""
+    weight_VD = model.get_output_embeddings().weight
+    return torch.arange(1, 6, device=weight_VD.device) % int(weight_VD.shape[0])
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

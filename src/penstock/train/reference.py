@@ -43,7 +43,7 @@ class Reference:
         """Log-probabilities are those of softmax(logits / temperature). Raises CheckpointError."""
         import torch
 
-        from penstock.train.actor import load_causal_lm
+        from penstock.train.loading import load_causal_lm
 
         # Workers of one machine share its cores.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("WORLD_SIZE", "1"))))

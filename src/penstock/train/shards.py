@@ -14,16 +14,26 @@ import struct
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import CheckpointError
-from penstock.train.actor import safetensors_dtype, tensor_bytes
 
-__all__ = ["Described", "Shard", "describe", "fill", "own_shards", "read_whole", "shard_file", "write_safetensors"]
+__all__ = [
+    "Described",
+    "Shard",
+    "describe",
+    "fill",
+    "own_shards",
+    "read_whole",
+    "safetensors_dtype",
+    "shard_file",
+    "tensor_bytes",
+    "write_safetensors",
+]
 
 
 class Shard(NamedTuple):
@@ -124,6 +134,28 @@ def read_whole(files: Sequence[Path], names: Iterable[str] | None = None) -> dic
     tensors = {name: torch.empty(found[name].shape, dtype=found[name].dtype) for name in wanted}
     fill(files, tensors)
     return tensors
+
+
+_SAFETENSORS_DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's bytes as a flat memoryview: no copy where it is contiguous and in host memory."""
+    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    return memoryview(cast(Any, flat.view(torch.uint8).numpy()))
+
+
+def safetensors_dtype(tensor: Tensor) -> str:
+    return _SAFETENSORS_DTYPES[tensor.dtype]
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
