@@ -18,6 +18,7 @@ from penstock.instance import Agent, EngineLoad, PacedEngine, TokenDelta
 from penstock.instance.manager_link import agent_url
 from penstock.sample import Finish
 from penstock.weights import StagedWeights, WeightStore
+from penstock.weights.manifest import Encoding
 from penstock.wire import (
     PROTOCOL,
     BatchDone,
@@ -298,6 +299,25 @@ async def test_weights_that_the_engine_refuses_leave_the_old_version_serving(sto
             assert "does not fit" in (await session.next_of(LoadFailed)).cause
             await session.send(start_frame([1]))
             await session.wait_for(lambda _: len(session.finishes()) == 1)
+
+
+async def test_weights_that_the_engine_refuses_are_no_base_of_the_next_difference() -> None:
+    store = WeightStore("run", "127.0.0.1", 0, TOKEN, chunk_bytes=256, keep_versions=3)
+    store.start()
+    try:
+        for version in (0, 1, 2):
+            store.publish(version, [("w", "F32", (500,), bytes([version]) + bytes(1999))], CONFIG)
+        async with FakeManager() as manager:
+            async with running(agent_of(manager, BadWeights(tokens_per_s=20_000.0), codec="delta")):
+                session = await manager.session()
+                await load(session, store)
+                await session.send(LoadWeights(version=1, source=store.address))
+                await session.next_of(LoadFailed)
+                assert (await load(session, store, 2)).way.startswith("delta")
+        assert Encoding(1, "delta", 0) in store.encodings()
+        assert [encoding for encoding in store.encodings() if encoding.version == 2] == [Encoding(2, "delta", 0)]
+    finally:
+        store.close()
 
 
 async def test_a_machine_whose_memory_is_full_says_so_and_the_old_version_serves(
