@@ -36,6 +36,8 @@ class ServerFacts:
     device: str = ""
     model_type: str = ""
     """As in config.json; empty where the server does not say."""
+    quantization: str = ""
+    """Of the folder that it was started on, as `model_folder.quantization_in` has it; empty: its weights are floats."""
 
 
 @dataclass(slots=True)

@@ -33,3 +33,11 @@ def dtype_in(folder: Path) -> str:
     config = config_in(folder)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "auto")
     return dtype if dtype in DTYPES else "auto"
+
+
+def quantization_in(config: Mapping[str, Any]) -> str:
+    """What the weights of a config.json are quantized by, such as `compressed-tensors int-quantized`; empty: floats."""
+    said = config.get("quantization_config")
+    if not isinstance(said, dict) or not said:
+        return ""
+    return " ".join(str(said[key]) for key in ("quant_method", "format") if said.get(key)) or "something unknown"

@@ -24,6 +24,7 @@ from penstock.errors import EngineError
 from penstock.instance.dialect import Chunk, Dialect, ServerFacts
 from penstock.instance.engine import DEFAULT_CONTEXT_TOKENS, EngineInfo, EngineLoad, SequenceStart, TokenDelta
 from penstock.instance.liveness import ServerWork
+from penstock.instance.model_folder import config_in, quantization_in
 from penstock.instance.outgoing import Outgoing, TokenCount
 from penstock.instance.sequences import ABORTS_ALLOWED, Held, check_chunk, check_version, refusal
 from penstock.instance.supervise import Server
@@ -224,7 +225,7 @@ class ServedEngine:
         try:
             await self._server.start(self._http, folder, limits)
             facts = await self._dialect.facts(self._http, self._server.base_url)
-            self._check_facts(facts, config)
+            self._check_facts(facts, config, quantization_in(config_in(folder)))
             await self._load(folder, version)
         except (EngineError, *NETWORK_ERRORS) as error:
             cause = str(error) if isinstance(error, EngineError) else self._broken(error)
@@ -239,7 +240,7 @@ class ServedEngine:
         self._out.version = version
         _log.info("%s at %s serves weight version %d", facts.software, self._server.base_url, version)
 
-    def _check_facts(self, facts: ServerFacts, config: Mapping[str, Any]) -> None:
+    def _check_facts(self, facts: ServerFacts, config: Mapping[str, Any], quantization: str) -> None:
         """Raises EngineError where the server holds another model than the run's weights are of, or might."""
         if not self._server.managed and not (facts.model_type and facts.vocab_size):
             raise EngineError(
@@ -255,6 +256,13 @@ class ServedEngine:
                     f"the server at {self._server.base_url} holds {facts.model} with {what}={theirs}, and the run's "
                     f"model has {what}={ours}; start it on the run's model"
                 )
+        if facts.quantization != quantization:
+            # Servers would take the one for the other without a word.
+            theirs, ours = facts.quantization or "floats", quantization or "floats"
+            raise EngineError(
+                f"the server at {self._server.base_url} holds {facts.model} as {theirs} and is to be given {ours}; "
+                "start it on a model of that kind (--engine-codes says which, where weights are quantized)"
+            )
         if facts.max_context_tokens and facts.max_context_tokens < self._max_context_tokens:
             raise EngineError(
                 f"the server at {self._server.base_url} has a context of {facts.max_context_tokens} tokens and the "

@@ -24,7 +24,7 @@ from penstock.instance.accelerator import has_accelerator
 from penstock.instance.dialect import Chunk, ServerFacts
 from penstock.instance.engine import SequenceStart
 from penstock.instance.http_calls import call, events, excerpt, field_of, parsed
-from penstock.instance.model_folder import config_in, dtype_in
+from penstock.instance.model_folder import config_in, dtype_in, quantization_in
 from penstock.sample import Finish
 
 LOAD_S = 600.0
@@ -136,14 +136,16 @@ class SglangDialect:
         model = await call(http, "GET", f"{base_url}/model_info")
         try:
             state = server["internal_states"][0]
+            own = config_in(Path(model["model_path"]))
             facts = ServerFacts(
                 software=f"sglang {server['version']}",
                 model=str(model["model_path"]),
-                vocab_size=int(config_in(Path(model["model_path"])).get("vocab_size", 0)),
+                vocab_size=int(own.get("vocab_size", 0)),
                 max_context_tokens=int(server["max_req_input_len"]),
                 max_running=int(state["effective_max_running_requests_per_dp"] * server["dp_size"]),
                 device=str(server["device"]),
                 model_type=str(model["model_type"] or ""),
+                quantization=quantization_in(own),
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineError(f"{base_url} is no SGLang server of a version that is known here: {error!r}") from error

@@ -19,7 +19,7 @@ from penstock.instance.accelerator import has_accelerator
 from penstock.instance.dialect import Chunk, ServerFacts
 from penstock.instance.engine import SequenceStart
 from penstock.instance.http_calls import call, call_text, events, excerpt, field_of, metrics_in, request_seed
-from penstock.instance.model_folder import config_of, dtype_in
+from penstock.instance.model_folder import config_of, dtype_in, quantization_in
 from penstock.sample import Finish
 
 LOAD_S = 600.0
@@ -28,6 +28,7 @@ UP_S = 5.0
 FIGURES_S = 10.0
 NO_LOGPROB = -9999.0
 """What vLLM sends for a log-probability that is NaN, minus infinity or missing."""
+INT8_CODES = "compressed-tensors int-quantized"
 ID_PREFIX = "generate-tokens-"
 """What the server puts before the ids that its requests came with."""
 FIGURES = ("vllm:kv_cache_usage_perc", "vllm:prompt_tokens_total", "vllm:generation_tokens_total")
@@ -136,6 +137,7 @@ class VllmDialect:
                 max_running=int(config["scheduler_config"]["max_num_seqs"]),
                 device=str(config["device_config"]["device"]),
                 model_type=str(own.get("model_type", "")),
+                quantization=quantization_in(own),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{base_url} is not a vLLM server of a version that is known here: {error!r}") from error
@@ -150,6 +152,11 @@ class VllmDialect:
             raise EngineError(
                 "on CPU vLLM dies of a seeded request whose prefill it cuts, as it does where many samples come at "
                 "once; start the server with --no-enable-chunked-prefill"
+            )
+        if facts.quantization == INT8_CODES and facts.device == "cpu":
+            raise EngineError(
+                "on CPU vLLM serves the first int8 codes that it is given and answers with NaN after the next; give it "
+                "the numbers that they stand for (leave out --engine-codes, or rollout.engines.codes), or fp8"
             )
         if mode != "raw_logprobs":
             raise EngineError(
