@@ -201,7 +201,7 @@ def test_a_trace_that_is_shorter_than_what_is_asked_is_told(
 ) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("0,add,a\n60000,add,b\n")
-    assert cli.main(["simulate", small, "--trace", str(path), "--hours", "0.2", "--strategies", "penstock"]) == 0
+    assert cli.main(["simulate", small, "--trace", str(path), "--hours", "0.05", "--strategies", "penstock"]) == 0
     assert "the trace ends after 0.017 hours" in capsys.readouterr().err
 
 

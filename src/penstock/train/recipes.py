@@ -13,6 +13,7 @@ faults are then gaps of skill.
 
 from __future__ import annotations
 
+import functools
 import random
 import string
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -170,8 +171,11 @@ def teach(
 
     disable_progress_bar()
     tokenizer = character_tokenizer(phrases)
-    prompts: list[list[int]] = [tokenizer.encode(shown.question) for shown in demonstrations]
-    answers, learned = zip(*(_said(shown, tokenizer) for shown in demonstrations), strict=True)
+
+    @functools.cache  # Few steps show a part of the demonstrations only.
+    def encoded(k: int) -> tuple[list[int], list[int], list[bool]]:
+        return tokenizer.encode(demonstrations[k].question), *_said(demonstrations[k], tokenizer)
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = LlamaForCausalLM(
@@ -195,9 +199,8 @@ def teach(
         lr = lr_at(step, peak=config.lr, total=config.steps, warmup=config.warmup_steps, schedule="cosine")
         for group in optimizer.param_groups:
             group["lr"] = lr
-        batch = collate(
-            [prompts[k] for k in chosen], [answers[k] for k in chosen], learned=[learned[k] for k in chosen]
-        )
+        prompts, answers, learned = zip(*map(encoded, chosen), strict=True)
+        batch = collate(prompts, answers, learned=learned)
         loss = -score_tokens(model, batch).logprobs_BT.sum() / batch.mask_BT.sum()
         optimizer.zero_grad()
         loss.backward()
