@@ -138,6 +138,8 @@ def test_thousands_of_small_tensors_become_one_buffer() -> None:
     header, buffers = batch.pieces()
     assert [buffer.nbytes for buffer in buffers if buffer.nbytes] == [3000 * 1024]
     check(Batch.of_pieces(header, buffers), values)
+    # Workers that all get the same get all of its rows.
+    assert batch.slice(0, 2).pieces() == (header, buffers)
 
 
 def test_small_tensors_of_other_forms_between_them_keep_their_names_order_and_memory() -> None:

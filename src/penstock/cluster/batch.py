@@ -115,7 +115,10 @@ class Batch:
         """Rows `start` to `stop` (exclusive), shared."""
         if not 0 <= start <= stop <= self._rows:
             raise BatchError(f"rows {start} to {stop} of a batch of {self._rows}")
-        columns = {name: column.slice(start, stop) for name, column in self._columns.items()}
+        columns: Mapping[str, Column] = self._columns
+        if (start, stop) != (0, self._rows):
+            # All rows are what workers get of one argument for all; thousands of small columns then stay a run.
+            columns = {name: column.slice(start, stop) for name, column in columns.items()}
         part = Batch(columns, self._meta, stop - start)
         if self._home is not None:
             part._home = Home(self._home.store, self._home.start + start)

@@ -214,9 +214,9 @@ def _parts(values: Mapping[str, Any]) -> list[Part]:
 
 
 def _may_be_in_a_run(value: Any) -> bool:
-    if not hasattr(value, "is_nested") or value.is_nested or value.is_sparse or value.device.type != "cpu":
+    if not getattr(value, "is_cpu", False) or value.is_nested or value.is_sparse:
         return False
-    return value.ndim > 0 and 0 < value.nbytes < SMALL_BYTES
+    return 0 < value.nbytes < SMALL_BYTES and value.ndim > 0
 
 
 def _run(alike: Sequence[tuple[str, torch.Tensor]]) -> Run:
