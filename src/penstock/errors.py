@@ -27,6 +27,10 @@ class CheckpointError(PenstockError):
     """A model folder or checkpoint is missing, broken or does not fit."""
 
 
+class RankLost(PenstockError):
+    """A rank of a run that torchrun started has ended, and the others can't go on without it."""
+
+
 class StorageError(PenstockError):
     """The disk refused a write that the run needs (full, read-only, failing)."""
 

@@ -76,8 +76,12 @@ def test_a_rank_that_dies_ends_the_run_and_leaves_nothing(work: Path) -> None:
         ranks = [child for child in family if child.environ().get("RANK") == "1"]
         assert ranks
         ranks[0].send_signal(signal.SIGKILL)
-        process.communicate(timeout=PATIENCE_S)
+        said, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode != 0
+        # What happened in words, beside torchrun's traceback.
+        assert f"penstock: error: rank 1 (process {ranks[0].pid} on " in said
+        assert "was killed by SIGKILL" in said
+        assert "from its last checkpoint it does with: torchrun --nproc-per-node 2 -m penstock train tiny.toml" in said
         _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
         assert not alive
     finally:

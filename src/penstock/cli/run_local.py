@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from penstock import __version__, collector
 from penstock.cli.run_doors import RunDoors, how_to_join, tokens_of
 from penstock.cli.run_fleet import RunFleet, fleet_file
 from penstock.cli.run_folder import find_run, how_to_go_on, locked, make_folder
+from penstock.cli.run_ranks import RankWatch
 from penstock.cli.run_records import open_metrics, write_model
 from penstock.cli.run_reward_model import open_model_scorer, open_reference_scorer
 from penstock.cli.run_watch import RunWatch
@@ -72,20 +73,35 @@ def run(config: RunConfig, resume: str | None, *, eval_only: bool = False) -> in
     With `eval_only` it evaluates, in a new folder, the checkpoint that `resume` names, or the model as it is.
     Of ranks that torchrun started, the first one does all that; the others learn with it.
     """
-    with _interruptible(), contextlib.closing(Ranks.from_environment()) as ranks:
-        if not ranks.leads:
-            follow(config, ranks)
-            return 0
-        preflight(config)
-        if eval_only:
-            if not config.data.eval:
-                raise ConfigError("--eval-only: data.eval is empty, so there is nothing to evaluate on")
-            checkpoint = _checkpoint_to_evaluate(config, resume) if resume else None
-        else:
-            checkpoint = _checkpoint(config, find_run(config, resume)) if resume else None
-        folder = checkpoint.parent.parent if checkpoint and not eval_only else make_folder(config)
-        with locked(folder):
-            return _Run(config, folder, checkpoint, ranks, eval_only).carry_out()
+    with (
+        _interruptible() as interrupt,
+        contextlib.closing(Ranks.from_environment()) as ranks,
+        contextlib.closing(RankWatch.of(ranks)) as watch,
+    ):
+        try:
+            return _run_rank(config, resume, ranks, eval_only)
+        except BaseException as error:
+            # What the loss of another rank leads to is told as that: followers and leader meet it as broken sockets.
+            lost = watch.explained(error, how_to_go_on(sys.argv[1:], Path("latest"), ranks.size), interrupt.at)
+            if lost is None:
+                raise
+            raise lost from error
+
+
+def _run_rank(config: RunConfig, resume: str | None, ranks: Ranks, eval_only: bool) -> int:
+    if not ranks.leads:
+        follow(config, ranks)
+        return 0
+    preflight(config)
+    if eval_only:
+        if not config.data.eval:
+            raise ConfigError("--eval-only: data.eval is empty, so there is nothing to evaluate on")
+        checkpoint = _checkpoint_to_evaluate(config, resume) if resume else None
+    else:
+        checkpoint = _checkpoint(config, find_run(config, resume)) if resume else None
+    folder = checkpoint.parent.parent if checkpoint and not eval_only else make_folder(config)
+    with locked(folder):
+        return _Run(config, folder, checkpoint, ranks, eval_only).carry_out()
 
 
 class _Run:
@@ -569,25 +585,30 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(int(token) for token in found))
 
 
+@dataclass
+class _Interrupt:
+    at: float | None = None
+    """When this process was told to end, as time.monotonic() has it."""
+
+
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
+def _interruptible() -> Iterator[_Interrupt]:
     """SIGTERM and a lost terminal end a run as Ctrl-C does; while it ends, further ones do not interrupt that."""
+    told = _Interrupt()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield told
         return
-    interrupted = False
 
     def interrupt(number: int, frame: Any) -> None:
-        nonlocal interrupted
-        if not interrupted:
-            interrupted = True
+        if told.at is None:
+            told.at = time.monotonic()
             raise KeyboardInterrupt
 
     before: dict[signal.Signals, Callable[..., Any] | int | None] = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         before[number] = signal.signal(number, interrupt)
     try:
-        yield
+        yield told
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
