@@ -123,6 +123,8 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, dict[str, TensorEntry], int, int
         biases=draw(st.booleans()),
         dtype=draw(st.sampled_from(["BF16", "F32"])),
     )
+    # Files of weights have their tensors in any order.
+    tensors = dict(draw(st.permutations(list(tensors.items()))))
     return shape, tensors, ranks, draw(st.sampled_from([1, 4, 64]))
 
 
