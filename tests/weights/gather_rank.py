@@ -36,10 +36,19 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     fully_shard(net.three, mesh=mesh)
     fully_shard(net, mesh=mesh)
     held = {name: list(parameter.to_local().shape) for name, parameter in net.named_parameters()}  # type: ignore[attr-defined]
-    seen: dict[str, object] = {"held": held, "right": [], "none": 0}
+    seen: dict[str, object] = {"held": held, "right": [], "none": 0, "largest": []}
+    exchange, sizes = dist.all_gather_into_tensor, [0]
+
+    def noted(into: torch.Tensor, *rest: object, **options: object) -> None:
+        sizes.append(into.numel() * into.element_size())
+        exchange(into, *rest, **options)  # type: ignore[arg-type]
+
+    dist.all_gather_into_tensor = noted  # type: ignore[assignment]
     for bucket_bytes in (1, 64, 1 << 20):
+        sizes[:] = [0]
         came = dict(gathered(net.named_parameters(), keep=rank == 0, bucket_bytes=bucket_bytes))
         assert list(came) == list(whole)
+        seen["largest"].append(max(sizes))  # type: ignore[attr-defined]
         if rank == 0:
             seen["right"].append(all(torch.equal(came[name], whole[name]) for name in whole))  # type: ignore[attr-defined, arg-type]
         else:

@@ -32,6 +32,9 @@ def test_uneven_shards_of_a_real_fsdp_model_become_whole_tensors_on_the_rank_tha
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first["right"] == [True, True, True]
     assert second["none"] == 3 * len(second["held"])
+    # What a device holds whole at once: the bucket, or its largest tensor (5 rows of 6 float32, padded to 6 rows).
+    assert first["largest"][:2] == second["largest"][:2] == [6 * 6 * 4] * 2
+    assert first["largest"][2] > 6 * 6 * 4
     assert (first["held"]["one.weight"], second["held"]["one.weight"]) == ([3, 6], [2, 6])
     assert second["held"]["two.weight"][0] == 0
 

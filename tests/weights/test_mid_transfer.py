@@ -44,6 +44,8 @@ class Between:
         self.passed = 0
         self.refused = 0
         self.down = False
+        self.pause_s = 0.0
+        """After each piece: a slow link."""
         self.cut = asyncio.Event()
         """A connection was reset."""
 
@@ -83,6 +85,7 @@ class Between:
                 await loop.sock_sendall(sock, data)
                 budget -= len(data)
                 self.passed += len(data)
+                await asyncio.sleep(self.pause_s)
             while unsent(sock):
                 await asyncio.sleep(0)
         finally:
@@ -127,6 +130,18 @@ async def test_a_sender_that_is_reset_costs_at_most_the_chunk_under_way_on_each_
         assert weights.bytes_fetched == weights.manifest.nbytes, "no whole chunk came twice"
         cuts = len(budgets)
         assert between.passed <= weights.manifest.nbytes + cuts * CHUNK + (cuts + CONNECTIONS) * FRAMES_BYTES
+
+
+@pytest.mark.usefixtures("unpushed")
+@pytest.mark.parametrize("slow_one", [0, 1])
+async def test_a_fast_connection_takes_over_what_a_slow_one_has_not_asked_for(slow_one: int) -> None:
+    async with store_of(0) as (_, address), contextlib.AsyncExitStack() as parts:
+        ways = [Between(address, []), Between(address, [])]
+        ways[slow_one].pause_s = 0.03
+        source = ",".join([await parts.enter_async_context(way.listening()) for way in ways])
+        assert_whole(await fetch(source, 0, codec="raw", connections=2), 0)
+        slow, fast = ways[slow_one].passed, ways[1 - slow_one].passed
+        assert CHUNK < slow < fast  # A quarter is asked for at once, and the next before it is all there.
 
 
 @pytest.mark.usefixtures("unpushed")
