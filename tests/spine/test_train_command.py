@@ -320,7 +320,7 @@ def test_a_port_in_use_is_named(work: Path, capfd: pytest.CaptureFixture[str], k
         assert f"{port}" in refused(work, capfd, f"--{key}={port}")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_killed_in_mid_step_and_resumed_finds_what_the_step_had_generated(work: Path) -> None:
     paced = ("--rollout.engines.tokens_per_s=60", "--rollout.engines.count=1", "--data.eval=[]")
     options = (*paced, "--train.steps=2", "--train.checkpoint_every=1")
