@@ -67,7 +67,7 @@ async def test_a_thread_leaves_a_connection_on_which_nothing_moves() -> None:
 
 
 async def test_a_socket_is_closed_once_its_thread_has_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "LINGER_MS", 600_000)
+    monkeypatch.setattr(bulk, "LINGER_US", 600_000_000)
     one, other = pair()
     one.setblocking(False)
     held = BulkSocket(one)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import select
 import socket
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 
@@ -19,8 +19,9 @@ __all__ = ["BULK_BYTES", "BulkSocket", "after"]
 
 BULK_BYTES = 1 << 20
 """Less is not worth the way to a thread and back."""
-LINGER_MS = 2
+LINGER_US = 2000
 """A thread waits so long for the next byte: pauses on a fast link are shorter, those on a slow one are the loop's."""
+TIMEVAL = struct.Struct("@ll")
 THREADS = 16
 PARTS = 512
 """In one call; the system has a limit."""
@@ -36,6 +37,9 @@ class BulkSocket:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        wait = TIMEVAL.pack(*divmod(LINGER_US, 1_000_000))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
         self._moving: Future[int] | None = None
 
     async def receive_some(self, into: memoryview) -> int:
@@ -61,34 +65,35 @@ class BulkSocket:
 
 
 def _receive(sock: socket.socket, into: memoryview) -> int:
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
     filled = 0
-    while filled < len(into):
-        try:
-            got = sock.recv_into(into[filled:])
-        except BlockingIOError:
-            if not poller.poll(LINGER_MS):
-                break
-            continue
-        if not got:
-            break  # The end is there to be read again.
-        filled += got
+    with _blocking(sock):
+        while filled < len(into):
+            # A pause of so long with nothing at all is a BlockingIOError, one with something ends the call.
+            got = sock.recv_into(into[filled:], 0, socket.MSG_WAITALL)
+            if not got:
+                break  # The end is there to be read again.
+            filled += got
     return filled
 
 
 def _send(sock: socket.socket, parts: Sequence[memoryview]) -> int:
-    poller = select.poll()
-    poller.register(sock, select.POLLOUT)
     total = sum(map(len, parts))
     left: Sequence[memoryview] = parts
-    while left:
-        try:
+    with _blocking(sock):
+        while left:
             left = after(left, sock.sendmsg(left[:PARTS]))
-        except BlockingIOError:
-            if not poller.poll(LINGER_MS):
-                break
     return total - sum(map(len, left))
+
+
+@contextlib.contextmanager
+def _blocking(sock: socket.socket) -> Iterator[None]:
+    """The system waits: one call for a whole piece, where a poll for each bit of it costs more than the bytes do."""
+    sock.setblocking(True)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            yield
+    finally:
+        sock.setblocking(False)
 
 
 def after(parts: Sequence[memoryview], nbytes: int) -> list[memoryview]:
