@@ -306,19 +306,20 @@ class CutLink:
         self.way, self.sees, self.direct, self.kept, self.round_trip_s = link.way, "", False, False, link.round_trip_s
 
     async def plan(self, ask: words.GetPlan) -> Planned:
-        return await self.link.plan(ask)
+        return await self.link.plan(msgspec.structs.replace(ask, push_bytes=0))
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
         return await self.link.manifest(encoding, wait_s, relay_port)
 
     async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
-        await self.link.ask_chunks(encoding, indices)
+        for index in indices:  # Each comes by itself.
+            await self.link.ask_chunks(encoding, [index])
 
-    async def chunk_into(self, index: int, into: memoryview) -> None:
+    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview]) -> int:
         if not self.cut.left:
             raise WeightError("cut for good")
         self.cut.left -= 1
-        await self.link.chunk_into(index, into)
+        return await self.link.chunks_into(indices[:1], intos[:1])
 
     def close(self) -> None:
         self.link.close()
@@ -336,10 +337,11 @@ class DeafLink(CutLink):
         self.cut.left -= 1
         if self.cut.left == 0:
             raise words.LinkLost("the other side is gone")
-        await self.link.ask_chunks(encoding, indices)
+        for index in indices:  # Each comes by itself.
+            await self.link.ask_chunks(encoding, [index])
 
-    async def chunk_into(self, index: int, into: memoryview) -> None:
-        await self.link.chunk_into(index, into)
+    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview]) -> int:
+        return await self.link.chunks_into(indices[:1], intos[:1])
 
 
 async def test_what_a_sender_sent_before_it_died_is_not_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ async def read_chunk(link: WeightLink, index: int) -> bytearray:
     """A chunk of version 0."""
     data = bytearray(CHUNK)
     await link.ask_chunks(Encoding(0), [index])
-    await link.chunk_into(index, memoryview(data))
+    assert await link.chunks_into([index], [memoryview(data)]) == 1
     return data
 
 
@@ -475,20 +475,21 @@ class GatedLink:
         self.way, self.sees, self.direct, self.kept, self.round_trip_s = link.way, "", False, False, link.round_trip_s
 
     async def plan(self, ask: words.GetPlan) -> Planned:
-        return await self.link.plan(ask)
+        return await self.link.plan(msgspec.structs.replace(ask, push_bytes=0))
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
         return await self.link.manifest(encoding, wait_s, relay_port)
 
     async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
-        await self.link.ask_chunks(encoding, indices)
+        for index in indices:  # Each comes by itself.
+            await self.link.ask_chunks(encoding, [index])
 
-    async def chunk_into(self, index: int, into: memoryview) -> None:
+    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview]) -> int:
         self.gate.left -= 1
         if self.gate.left == 0:
             self.gate.reached.set()
             await self.gate.go_on.wait()
-        await self.link.chunk_into(index, into)
+        return await self.link.chunks_into(indices[:1], intos[:1])
 
     def close(self) -> None:
         self.link.close()
@@ -570,9 +571,10 @@ class LyingTransport:
     async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
         return None
 
-    async def chunk_into(self, index: int, into: memoryview) -> None:
-        chunk = self.manifest_.chunks[index]
-        into[:] = self.stream[chunk.offset : chunk.offset + chunk.raw_nbytes]
+    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview]) -> int:
+        chunk = self.manifest_.chunks[indices[0]]
+        intos[0][:] = self.stream[chunk.offset : chunk.offset + chunk.raw_nbytes]
+        return 1
 
     def close(self) -> None:
         self.closed += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Protocol
@@ -29,6 +29,9 @@ from penstock.weights.relay import Relay
 from penstock.weights.transport import WeightLink
 
 __all__ = ["Connection", "Fetch"]
+
+Asked = tuple[int, memoryview]
+"""A chunk, and where its bytes go."""
 
 CHUNK_RETRIES = 3
 """Times that a chunk with a wrong checksum is fetched again: line noise passes, a broken store doesn't."""
@@ -72,7 +75,7 @@ class Fetch:
     ) -> None:
         self._progress = TensorProgress(manifest) if verify else None
         self._offsets = tensor_offsets(manifest.tensors)
-        self._checking: set[asyncio.Future[None]] = set()
+        self._checking: dict[asyncio.Future[None], int] = {}
         self._manifest = manifest
         self._encoding = manifest.encoding
         self._base = base
@@ -128,7 +131,7 @@ class Fetch:
 
     async def run(self, connection: Connection, pushed: Sequence[int] = ()) -> None:
         """Fetches chunks until none is left; waits while others hold the last ones, which may come back."""
-        asked: deque[int] = deque(pushed)
+        asked = deque((index, self._buffer(index)) for index in pushed)
         dying: WeightLink | None = None
         while self._queue.left:
             try:
@@ -149,34 +152,38 @@ class Fetch:
                         self._changed.clear()
                         await self._changed.wait()
                     continue
-                into = self._buffer(asked[0])
-                await link.chunk_into(asked[0], into)
+                came = await link.chunks_into([index for index, _ in asked], [into for _, into in asked])
             except WeightError as error:
                 if not isinstance(error, LinkLost) and not connection.on_relay:
                     raise
                 self._put_back(asked)
                 await connection.broke(error)
                 continue
-            index = asked.popleft()
-            self.bytes_fetched += len(into)
-            if await self._verified(index, into, link):
-                self._queue.done(index)
-                self._last = time.perf_counter()
-                self._take(index, into)
-                if self._kept is not None:
-                    await asyncio.to_thread(self._kept.put, index, into)
-            else:
-                self._note(f"chunk {index} came with a wrong checksum")
-                self._queue.bad(index)
-                if connection.on_relay:
-                    self._put_back(asked)
-                    await connection.broke(WeightError(f"chunk {index} from a relay came with a wrong checksum"))
+            here = [asked.popleft() for _ in range(came)]
+            wrong = [index for index, into in here if not await self._came(index, into)]
+            if wrong and connection.on_relay:
+                self._put_back(asked)
+                await connection.broke(WeightError(f"chunk {wrong[0]} from a relay came with a wrong checksum"))
             self._changed.set()
             while self._ready_bytes > READY_BYTES and not self._failed:
                 await asyncio.wait(self._decoding, return_when=asyncio.FIRST_COMPLETED)
 
-    async def finish(self) -> None:
-        """Waits for the decoding and for what is verified behind it.
+    async def _came(self, index: int, data: memoryview) -> bool:
+        """Whether the chunk that came is as it should be."""
+        self.bytes_fetched += len(data)
+        if not await self._verified(index, data):
+            self._note(f"chunk {index} came with a wrong checksum")
+            self._queue.bad(index)
+            return False
+        self._queue.done(index)
+        self._last = time.perf_counter()
+        self._take(index, data)
+        if self._kept is not None:
+            await asyncio.to_thread(self._kept.put, index, data)
+        return True
+
+    async def finish(self) -> bool:
+        """Waits for the decoding and for what is verified behind it. False where chunks are to be fetched again.
 
         Raises WeightError for a chunk that is not of its codec, or for a tensor that does not verify.
         """
@@ -184,24 +191,50 @@ class Fetch:
             await asyncio.gather(*self._decoding)
         if self._progress is not None:
             self._check(self._progress.empty)
-        if self._checking:
-            await asyncio.gather(*self._checking)
+        while self._checking:
+            checks, self._checking = self._checking, {}
+            await asyncio.wait(checks)
+            failed = {number: error for check, number in checks.items() if (error := check.exception()) is not None}
+            if failed and not await self._found_wrong(failed):
+                raise next(iter(failed.values()))
+        if self._queue.left:
+            return False
         self._rates.fetched(self.bytes_fetched, self._last - self._began)
         if self._coder is not None:
             self._rates.decoded(self._coder.name, self._manifest.raw_nbytes, self._decode_s)
+        return True
 
-    async def _verified(self, index: int, data: memoryview, link: WeightLink) -> bool:
-        # Out of the store's own memory there is no wire to spoil it: the tensors' checksums are enough, unless what
-        # came is handed on before they are taken.
-        if link.direct and self._coder is None and self._relay is None and self._kept is None:
-            return True
+    @property
+    def _by_tensors(self) -> bool:
+        """Whether raw chunks are verified by their tensors alone, and one by one only where a tensor is not as it
+        should be: one checksum less. What is handed on, or kept on disk, is verified before."""
+        return self._coder is None and self._progress is not None and self._relay is None and self._kept is None
+
+    async def _found_wrong(self, tensors: Iterable[int]) -> bool:
+        """Whether chunks of `tensors` are at fault; those are to come again."""
+        if not self._by_tensors or self._progress is None:
+            return False
+        wrong = False
+        for index in sorted({chunk for number in tensors for chunk in self._progress.chunks_of(number)}):
+            if await self._as_promised(index, self._buffer(index)):
+                continue
+            wrong = True
+            self._note(f"chunk {index} came with a wrong checksum")
+            self._queue.again(index)
+            self._progress.lost(index)
+        return wrong
+
+    async def _verified(self, index: int, data: memoryview) -> bool:
+        return self._by_tensors or await self._as_promised(index, data)
+
+    async def _as_promised(self, index: int, data: memoryview) -> bool:
         chunk = self._manifest.chunks[index]
         if len(data) < THREAD_BYTES:
             return check_chunk(chunk, data)
         return await asyncio.get_running_loop().run_in_executor(self._threads, check_chunk, chunk, data)
 
-    async def _ask_ahead(self, link: WeightLink, asked: deque[int]) -> None:
-        on_its_way = sum(self._nbytes[index] for index in asked)
+    async def _ask_ahead(self, link: WeightLink, asked: deque[Asked]) -> None:
+        on_its_way = sum(len(into) for _, into in asked)
         if asked and on_its_way > min(AHEAD_BYTES, self._share) // 2:
             return  # One message asks for several.
         batch = self._queue.take_batch(self._nbytes, min(AHEAD_BYTES - on_its_way, self._share))
@@ -214,11 +247,11 @@ class Fetch:
                 self._queue.put_back(index)
             self._changed.set()
             raise
-        asked.extend(batch)
+        asked.extend((index, self._buffer(index)) for index in batch)
 
-    def _put_back(self, asked: deque[int]) -> None:
+    def _put_back(self, asked: deque[Asked]) -> None:
         while asked:
-            self._queue.put_back(asked.pop())
+            self._queue.put_back(asked.pop()[0])
         self._changed.set()
 
     def _buffer(self, index: int) -> memoryview:
@@ -250,7 +283,7 @@ class Fetch:
             checking = asyncio.get_running_loop().run_in_executor(
                 self._threads, check_tensor_bytes, self._manifest.version, tensor, data
             )
-            self._checking.add(checking)
+            self._checking[checking] = number
             checking.add_done_callback(_heard)
 
     def _decode_more(self) -> None:

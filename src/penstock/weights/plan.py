@@ -260,6 +260,14 @@ class TensorProgress:
                 whole.append(tensor)
         return whole
 
+    def chunks_of(self, tensor: int) -> list[int]:
+        return [chunk for chunk, tensors in enumerate(self._of_chunk) if tensor in tensors]
+
+    def lost(self, chunk: int) -> None:
+        """It did not come after all, and is to come again."""
+        for tensor in self._of_chunk[chunk]:
+            self._missing[tensor] += 1
+
 
 class ChunkQueue:
     """Which chunk a connection fetches next, for any number of connections.
@@ -321,6 +329,12 @@ class ChunkQueue:
     def done(self, index: int) -> None:
         self._taken.remove(index)
         self._left -= 1
+
+    def again(self, index: int) -> None:
+        """It was done, and does not verify after all. Raises WeightError as `bad`."""
+        self._taken.add(index)
+        self._left += 1
+        self.bad(index)
 
     def put_back(self, index: int) -> None:
         """Its connection broke before it was whole."""

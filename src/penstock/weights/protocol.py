@@ -4,9 +4,10 @@ Order on a connection: Hello, Challenge, Proof, Accepted; then any number of req
 may send the next before it has the answer to the last, the first together with its Proof. A message is a msgpack map
 behind its length as uint32 (big-endian). Plan, ManifestReply and ChunkReply are followed by `nbytes` bytes without a
 frame of their own, so that a chunk goes from the store's buffer to the puller's without being copied in between.
-GetChunks is answered by one ChunkReply for each index, in that order; a Plan is followed by the first chunks of its
-first step, `pushed` of them, as if they had been asked for: one round trip brings the plan, the manifest and, of a
-small version, all of it. A ChunkReply with a `place` has no bytes behind it: they are fetched from there.
+GetChunks is answered by ChunkReplies for its indices, in that order, one for each or for several whose bytes follow one
+behind the other; a Plan is followed by the first chunks of its first step, `pushed` of them, as if they had been asked
+for: one round trip brings the plan, the manifest and, of a small version, all of it. A ChunkReply with a `place` has no
+bytes behind it: they are fetched from there.
 
 Both sides prove that they hold the run's token (HMAC-SHA256 over both nonces, RFC 2104); the token itself is never
 sent. Bytes are encrypted where the run speaks TLS, and otherwise not.
@@ -25,7 +26,7 @@ from penstock.errors import AuthError, FrameTooLarge, ProtocolMismatch, WeightEr
 from penstock.weights.manifest import Encoding
 
 MAGIC = "penstock-weights"
-PROTOCOL = 4
+PROTOCOL = 5
 NONCE_BYTES = 32
 MAX_MESSAGE_BYTES = 16 * 1024
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
@@ -211,6 +212,9 @@ class ManifestReply(_Message, tag="manifest"):
 
 class ChunkReply(_Message, tag="chunk"):
     nbytes: int
+    """Of all that follow."""
+    count: int = 1
+    """Of the chunks that it is for: the next ones asked for."""
     place: str = ""
     """Where the bytes lie, in the words of the way asked for; empty: they follow."""
     offset: int = 0

@@ -310,7 +310,8 @@ class _Pull:
                 group.create_task(self._through(fetch, other) if other else fetch.run(first, pushed))
                 for _ in range(min(self.connections, len(manifest.chunks)) - 1):
                     group.create_task(self._through(fetch, other))
-            await fetch.finish()
+            while not await fetch.finish():
+                await fetch.run(first)
         finally:
             self._fetched += fetch.bytes_fetched
             if kept is not None:

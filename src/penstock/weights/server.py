@@ -85,7 +85,7 @@ class Lease(Protocol):
     def chunks(self) -> int: ...
 
     def nbytes(self, index: int) -> int:
-        """Of a chunk, on the wire; 0 where that is not known."""
+        """Of a chunk, on the wire; 0 where that is not known, since it is not there yet."""
         ...
 
     def place(self, index: int, kind: str) -> tuple[str, int] | None:
@@ -300,8 +300,7 @@ class _Reader:
         self._shelf.count("manifests")
         if place:
             self._shelf.count(f"lent_by_{request.by}")
-        for index in range(pushed):
-            await self._framed.send(*await self._reply(lease, index))
+        await self._send_run([await lease.chunk(index) for index in range(pushed)])
 
     async def _send_manifest(self, ask: GetManifest) -> None:
         lease = await self._leased(ask.encoding, ask.wait_s)
@@ -319,29 +318,31 @@ class _Reader:
         lease = await self._leased(ask.encoding, 0.0)
         if len(ask.indices) > MAX_BATCH:
             return await self._refuse("request", f"{len(ask.indices)} chunks at once are over the limit of {MAX_BATCH}")
-        parts: list[Bytes] = []
+        run: list[Bytes] = []
         for index in ask.indices:
             if not 0 <= index < lease.chunks:
-                await self._framed.send(*parts)
+                await self._send_run(run)
                 return await self._refuse("request", f"{ask.encoding} has no chunk {index}")
             lent = lease.place(index, ask.by) if ask.by else None
+            # What has to be waited for keeps back nothing that is there.
+            if lent is not None or not lease.nbytes(index) or sum(map(len, run)) > SEND_BYTES:
+                await self._send_run(run)
+                run = []
             if lent is None:
-                parts += await self._reply(lease, index)
+                run.append(await lease.chunk(index))
             else:
-                parts.append(encode_message(ChunkReply(nbytes=lease.nbytes(index), place=lent[0], offset=lent[1])))
+                await self._send(ChunkReply(nbytes=lease.nbytes(index), place=lent[0], offset=lent[1]))
                 self._shelf.count(f"chunks_by_{ask.by}")
-            # The next one may have to be waited for.
-            if not lease.nbytes(index) or sum(map(len, parts)) > SEND_BYTES:
-                await self._framed.send(*parts)
-                parts.clear()
-        await self._framed.send(*parts)
+        await self._send_run(run)
         return True
 
-    async def _reply(self, lease: Lease, index: int) -> tuple[Bytes, Bytes]:
-        data = await lease.chunk(index)
-        self._shelf.count("chunks")
-        self._shelf.count("bytes", len(data))
-        return encode_message(ChunkReply(nbytes=len(data))), data
+    async def _send_run(self, chunks: Sequence[Bytes]) -> None:
+        if not chunks:
+            return
+        nbytes = sum(map(len, chunks))
+        await self._framed.send(encode_message(ChunkReply(nbytes=nbytes, count=len(chunks))), *chunks)
+        self._shelf.count("chunks", len(chunks))
+        self._shelf.count("bytes", nbytes)
 
     def _let_go(self) -> None:
         lease, self._lease = self._lease, None

@@ -7,7 +7,6 @@ from the kernel into the puller's buffer, without a copy in Python. Every wait h
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -15,6 +14,7 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Protocol
 
 import msgspec
@@ -82,6 +82,10 @@ class Framed(Protocol):
 
     async def read_into(self, into: memoryview) -> None: ...
 
+    async def read_parts(self, parts: Sequence[memoryview]) -> tuple[int, LinkLost | None]:
+        """Bytes that came into `parts`, and why there are fewer than all where there are."""
+        ...
+
     async def read_message(self, wait_s: float = 0.0) -> memoryview:
         """`wait_s` is granted for the first byte, beyond the deadline for any other."""
         ...
@@ -96,7 +100,6 @@ class FramedSocket:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(sock)
-        unpaced_at_home(sock)
         self._socket = sock
         self._bulk = BulkSocket(sock)
         self._buffer = memoryview(bytearray(PIECE_BYTES))
@@ -126,34 +129,49 @@ class FramedSocket:
             raise LinkLost(f"the connection to {self._peer} broke: {error}") from error
 
     async def read_into(self, into: memoryview, wait_s: float = 0.0) -> None:
-        """Fills all of `into`. Small reads take what else is there with them, for the next ones."""
-        filled = 0
+        """Fills all of `into`."""
+        _, trouble = await self.read_parts([into], wait_s)
+        if trouble is not None:
+            raise trouble
+
+    async def read_parts(self, parts: Sequence[memoryview], wait_s: float = 0.0) -> tuple[int, LinkLost | None]:
+        """Fills `parts` one after the other; returns the bytes that came, and why there are fewer where there are.
+
+        Small reads take what else is there with them, for the next ones.
+        """
+        nbytes = sum(map(len, parts))
+        left = after(parts, 0)
+        trouble = None
         try:
-            while filled < len(into):
-                if self._ahead:
-                    found = self._ahead[: len(into) - filled]
-                    into[filled : filled + len(found)] = found
-                    self._ahead = self._ahead[len(found) :]
-                    filled += len(found)
-                    continue
-                if len(into) - filled >= BULK_BYTES:
-                    filled += await self._bulk.receive_some(into[filled:])
-                left = _on_the_loop(into[filled:])
-                small = len(left) < PIECE_BYTES
-                if not left:
-                    return
-                async with asyncio.timeout(self._io_s + wait_s):
-                    got = await self._loop.sock_recv_into(self._socket, self._buffer if small else left)
-                if not got:
-                    raise LinkLost(f"{self._peer} closed the connection")
-                if small:
-                    self._ahead = self._buffer[:got]
-                else:
-                    filled += got
+            while left:
+                left = await self._read_some(left, wait_s)
         except TimeoutError:
-            raise LinkLost(f"{self._peer} sent no byte for {self._io_s:g} s") from None
+            trouble = LinkLost(f"{self._peer} sent no byte for {self._io_s:g} s")
         except OSError as error:
-            raise LinkLost(f"the connection to {self._peer} broke: {error}") from error
+            trouble = LinkLost(f"the connection to {self._peer} broke: {error}")
+        except LinkLost as error:
+            trouble = error
+        return nbytes - sum(map(len, left)), trouble
+
+    async def _read_some(self, left: list[memoryview], wait_s: float) -> list[memoryview]:
+        """What is left to be read behind what came."""
+        if self._ahead:
+            found = self._ahead[: len(left[0])]
+            left[0][: len(found)] = found
+            self._ahead = self._ahead[len(found) :]
+            return after(left, len(found))
+        if sum(map(len, left)) >= BULK_BYTES and (got := await self._bulk.receive_some(left)):
+            return after(left, got)
+        into = _on_the_loop(left[0])
+        small = len(into) < PIECE_BYTES
+        async with asyncio.timeout(self._io_s + wait_s):
+            got = await self._loop.sock_recv_into(self._socket, self._buffer if small else into)
+        if not got:
+            raise LinkLost(f"{self._peer} closed the connection")
+        if not small:
+            return after(left, got)
+        self._ahead = self._buffer[:got]
+        return left
 
     async def read_message(self, wait_s: float = 0.0) -> memoryview:
         """The bytes of the next message. Raises BadLength before reading one over the limit."""
@@ -178,16 +196,6 @@ def keep_alive(sock: socket.socket) -> None:
     for name, value in options.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def unpaced_at_home(sock: socket.socket) -> None:
-    """Between two processes of one machine there is no network to be spared: BBR's pacing alone costs a third of the
-    processor time that such a connection takes."""
-    if hasattr(socket, "TCP_CONGESTION") and sock.family in (socket.AF_INET, socket.AF_INET6):
-        # A peer that is gone already has no name; a system may have no such algorithm.
-        with contextlib.suppress(OSError):
-            if sock.getpeername()[0] == sock.getsockname()[0]:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 
 
 class TcpTransport:
@@ -327,6 +335,8 @@ class TcpLink:
         self._not_by: dict[str, str] = {}
         self._lent = False
         """Whether the version last planned lies where this end can map it."""
+        self._trouble: LinkLost | None = None
+        """It broke within chunks of which some were whole; said to whoever reads on."""
         self.ways: tuple[Way, ...] = ()
         self.kept = False
         self.round_trip_s = 0.0
@@ -410,18 +420,30 @@ class TcpLink:
         by = "" if self._reader is None else self._by
         await self._framed.send(encode_message(GetChunks(encoding=encoding, indices=tuple(indices), by=by)))
 
-    async def chunk_into(self, index: int, into: memoryview) -> None:
+    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview]) -> int:
+        if self._trouble is not None:
+            raise self._trouble
         reply = await self._reply()
-        if not isinstance(reply, ChunkReply):
+        if not isinstance(reply, ChunkReply) or not 0 < reply.count <= len(indices):
             raise BadMessage(f"{self._source} answered a chunk request with {type(reply).__name__}")
-        if reply.nbytes != len(into):
+        intos = intos[: reply.count]
+        if reply.nbytes != sum(map(len, intos)):
+            what = f"chunk {indices[0]}" + (f" and the {reply.count - 1} behind it" if reply.count > 1 else "")
             raise WeightError(
-                f"{self._source} sends {reply.nbytes} bytes for chunk {index}, which the manifest gives {len(into)}"
+                f"{self._source} sends {reply.nbytes} bytes for {what}, which the manifest gives {sum(map(len, intos))}"
             )
-        if not reply.place:
-            await self._framed.read_into(into)
-            return
-        if self._reader is None:
+        if reply.place:
+            await self._fetch(reply, indices[0], intos[0])
+            return 1
+        came, self._trouble = await self._framed.read_parts(intos)
+        whole = sum(end <= came for end in accumulate(map(len, intos)))
+        if self._trouble is not None and not whole:
+            raise self._trouble
+        return whole
+
+    async def _fetch(self, reply: ChunkReply, index: int, into: memoryview) -> None:
+        """A chunk from where the store says that it is."""
+        if self._reader is None or reply.count != 1:
             raise BadMessage(f"{self._source} names a place for chunk {index}, and was asked for none")
         try:
             await self._reader.read_into(reply.place, reply.offset, into)

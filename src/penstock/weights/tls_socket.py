@@ -8,7 +8,7 @@ import hashlib
 import socket
 import ssl
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.errors import MissingExtra
@@ -89,19 +89,36 @@ class TlsSocket:
 
     async def read_into(self, into: memoryview, wait_s: float = 0.0) -> None:
         """Fills all of `into`."""
-        filled = 0
-        while filled < len(into):
-            try:
-                async with asyncio.timeout(self._io_s + wait_s):
-                    data = await self._reader.read(min(len(into) - filled, PIECE_BYTES))
-            except TimeoutError:
-                raise LinkLost(f"{self._peer} sent no byte for {self._io_s:g} s") from None
-            except OSError as error:
-                raise _trouble(f"the connection to {self._peer} broke", error) from error
-            if not data:
-                raise LinkLost(f"{self._peer} closed the connection")
-            into[filled : filled + len(data)] = data
-            filled += len(data)
+        _, trouble = await self.read_parts([into], wait_s)
+        if trouble is not None:
+            raise trouble
+
+    async def read_parts(self, parts: Sequence[memoryview], wait_s: float = 0.0) -> tuple[int, LinkLost | None]:
+        """Fills `parts` one after the other; returns the bytes that came, and why there are fewer where there are."""
+        came = 0
+        try:
+            for part in parts:
+                filled = 0
+                while filled < len(part):
+                    data = await self._read(len(part) - filled, wait_s)
+                    part[filled : filled + len(data)] = data
+                    filled += len(data)
+                    came += len(data)
+        except LinkLost as error:
+            return came, error
+        return came, None
+
+    async def _read(self, most: int, wait_s: float) -> bytes:
+        try:
+            async with asyncio.timeout(self._io_s + wait_s):
+                data = await self._reader.read(min(most, PIECE_BYTES))
+        except TimeoutError:
+            raise LinkLost(f"{self._peer} sent no byte for {self._io_s:g} s") from None
+        except OSError as error:
+            raise _trouble(f"the connection to {self._peer} broke", error) from error
+        if not data:
+            raise LinkLost(f"{self._peer} closed the connection")
+        return data
 
     async def read_message(self, wait_s: float = 0.0) -> memoryview:
         """The bytes of the next message. Raises BadLength before reading one over the limit."""

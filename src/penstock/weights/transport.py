@@ -92,11 +92,12 @@ class WeightLink(Protocol):
         ...
 
     async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
-        """Asks for chunks; each then has to be read, in that order, with `chunk_into`."""
+        """Asks for chunks; each then has to be read, in that order, with `chunks_into`."""
         ...
 
-    async def chunk_into(self, index: int, into: memoryview) -> None:
-        """Fills `into` with the bytes of the next chunk asked for, `index`; they are not verified yet."""
+    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview]) -> int:
+        """Fills the first of `intos` with the next chunks asked for, which are `indices`; returns how many came, at
+        least one. They are not verified yet."""
         ...
 
     def close(self) -> None: ...
