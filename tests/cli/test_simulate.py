@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,19 @@ def test_hours_bound_a_run_without_steps(small: str, capsys: pytest.CaptureFixtu
     words = [small, "--machines", "1", "--strategies", "colocated"]
     short, long = (rows(capsys, *words, "--hours", hours)[0]["steps"] for hours in ("0.05", "0.2"))
     assert 0 < short < long
+
+
+def test_the_picture_has_every_strategy_over_the_trace_and_the_last_one_s_middle_step(
+    small: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "run.svg"
+    words = [small, "--machines", "2", "--steps", "3", "--strategies", "rlboost,penstock"]
+    assert cli.main(["simulate", *words, "--picture", str(path)]) == 0
+    text = re.sub(r"<!--\s*(.*?)\s*-->", r"\1", path.read_text())
+    assert "penstock, step 1:" in text
+    for word in ("rlboost", "reserved3", "node0", "node1", "trainer", "instances", "no policy ends sooner"):
+        assert word in text, word
 
 
 def test_the_picture_is_drawn(small: str, tmp_path: Path) -> None:

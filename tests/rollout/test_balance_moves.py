@@ -41,6 +41,32 @@ def test_running_samples_move_to_an_idle_instance_and_not_the_other_way() -> Non
     assert len(moves) < 24
 
 
+def certain(prefill_s: float = 0.0) -> Balanced:
+    """It has seen answers of 400 tokens and no others, and machines on which a sequence costs as much as a step."""
+    policy = Balanced(4)
+    for k in range(40):
+        running, prefilled = 1 + k * 7 % 40, 1000 * (k % 3)
+        wall_s = 10 * (0.001 + 0.001 * running) + prefilled * prefill_s
+        policy.report(Report(f"i{k % 2}", wall_s, running, 0.0, 10 * running, prefilled))
+        policy.finished(k // 4, 400)
+    policy.batch_ended()
+    return policy
+
+
+def test_those_with_the_longest_expected_remainder_move_first() -> None:
+    held = {"i0": rows(1, 8, tokens=350) + rows(50, 8, tokens=10), "i1": []}
+    moves = certain().moves(0, [InstanceLoad("i0", 16, 32), InstanceLoad("i1", 0, 32)], held.__getitem__)
+    assert 0 < len(moves) <= 8
+    assert {move.lease for move in moves} <= set(range(50, 58)), "who has but 50 tokens to come stays"
+
+
+def test_a_move_is_not_worth_a_prefill_that_takes_longer_than_it_saves() -> None:
+    held = {"i0": rows(1, 8, tokens=200), "i1": rows(50, 2, tokens=200)}
+    loads = [InstanceLoad("i0", 8, 32), InstanceLoad("i1", 2, 32)]
+    assert certain(prefill_s=1e-6).moves(0, loads, held.__getitem__)
+    assert certain(prefill_s=0.01).moves(0, loads, held.__getitem__) == [], "a prefill of 264 tokens takes 2.6 s"
+
+
 def test_level_instances_are_left_alone() -> None:
     held = {"i0": rows(1, 12), "i1": rows(100, 12)}
     assert learned().moves(0, [InstanceLoad("i0", 12, 32), InstanceLoad("i1", 12, 32)], held.__getitem__) == []

@@ -79,13 +79,14 @@ def test_with_a_pace_everything_is_generated_once_too_and_the_plan_says_its_pace
 
 def test_a_trainer_that_waited_more_than_planned_lengthens_the_window_of_that_size_alone() -> None:
     offload = Offload()
-    for remote in (3, 8):
+    for remote in (2, 3, 8):
         offload.plan(facts(remote))
     before = offload.window_s(3)
-    offload.corrections[8] = 0.0
+    offload.corrections |= {2: 0.5, 8: 0.0}
     offload.ended(times(fleet=3, trainer_wait_s=offload.plans[3].trainer_wait_s + 10))
     assert offload.window_s(3) > before
-    assert offload.correction(8) == 0.0
+    assert (offload.correction(2), offload.correction(8)) == (0.5, 0.0)
+    assert offload.correction(4) == offload.correction(3), "one that was never seen begins with the nearest one's"
     offload.ended(times(fleet=3, trainer_wait_s=0.0, remote_wait_s=1e4))
     offload.ended(times(fleet=3, trainer_wait_s=0.0, remote_wait_s=1e4))
     assert offload.window_s(3) < before
@@ -110,6 +111,19 @@ def test_the_window_grows_with_the_answers_step_by_step() -> None:
         windows.append(offload.window_s(3))
     assert windows == sorted(windows)
     assert windows[-1] > 1.6 * windows[0] > 0
+
+
+def test_until_a_size_has_a_plan_of_its_own_the_nearest_one_s_holds() -> None:
+    offload = Offload()
+    offload.seconds[2] = 1.0
+    assert offload.window_s(4) == 1.0, "without plans, what fitted"
+    offload.plan(facts(3))
+    offload.plan(facts(8))
+    assert offload.nearest(4) == offload.plans[3]
+    assert offload.window_s(4) == offload.length_s(4) == offload.plans[3].window_s > 1.0
+    assert offload.nearest(0) is None, "without remote instances the step is another one"
+    offload.plan(facts(0))
+    assert offload.nearest(1) == offload.plans[3]
 
 
 def test_what_changed_a_window_is_said_with_both_waits_and_the_fleet() -> None:
@@ -329,6 +343,17 @@ def test_steps_with_other_numbers_are_replayed_on_what_was_known_when_it_was_ask
     with pytest.raises(StopIteration) as end:
         next(predictor(0))
     assert end.value.value is None
+
+
+def test_of_numbers_that_cost_about_the_same_the_fastest_is_wanted() -> None:
+    """A step costs the same at any number here, within a hair, and is the shorter the more there are."""
+    bounds = {"reserved_price": 100.0, "instance_price": 10.0, "ceiling": 8, "worth": 0.0}
+    seconds = {n: 1000.0 * (1 + 0.002 * n) / (100 + 10 * n) for n in range(9)}
+    size = FleetSize(config(**bounds, indifference=0.04), 2)
+    strict = FleetSize(config(**bounds, indifference=0.0), 2)
+    for _ in range(4):
+        wanted, least = (each.ended(times(), replayed(lambda n: seconds[n])) for each in (size, strict))
+    assert (wanted, least) == (3, 0), "looked at beside the cheapest one: three more"
 
 
 def test_machines_that_live_short_and_start_slowly_count_for_less() -> None:

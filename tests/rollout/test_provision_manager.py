@@ -153,3 +153,30 @@ def test_a_report_that_comes_while_the_number_is_thought_over_is_learned_from_an
     assert sorted(asked) == [1, 2, 3]
     assert not world.manager.thinking
     assert provisioning.machines.wanted == 3
+
+
+def test_prices_start_up_times_and_losses_as_they_were_seen_enter_the_number() -> None:
+    class Dear(Provided):
+        def answer(self, call: Call) -> list[str] | list[Seen] | None:
+            if isinstance(call, ListAll):
+                return [Seen(name, price_per_h=99.0) for name in self.there]
+            gone = isinstance(call, Release) and call.machine not in self.there
+            return None if gone else super().answer(call)
+
+    world = Dear(first=2, start_s=500.0)
+    world.pass_time(2)
+    world.publish(0)
+    lost, stays = world.join_ready("spot-0"), world.join_ready("spot-1")
+    world.trainer(submit(prompts=[(1, 2)] * 6))
+    world.beat(CONFIG.list_s + 2, stays)
+    provisioning = world.manager.provisioning
+    assert provisioning is not None
+    world.lose(lost)
+    world.there.remove("spot-0")
+    world.beat(CONFIG.rejoin_s + CONFIG.list_s, stays)
+    world.trainer(StepReport(step=0, step_s=40.0, train_s=1.0, trainer_wait_s=19.0))
+    size = provisioning.size
+    assert size.config.instance_price == 99.0
+    assert size.config.start_s == provisioning.machines.start_s < 500.0
+    assert size.preemptions_per_h > 0
+    assert size.useful_share < 1

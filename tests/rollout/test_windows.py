@@ -23,6 +23,7 @@ from penstock.wire import (
     HandedOver,
     HandOver,
     Heartbeat,
+    LoadFailed,
     ReleaseBatch,
     TrainerHello,
     TrainerTurn,
@@ -483,6 +484,89 @@ def test_a_restarted_manager_knows_what_windows_fitted(by_snapshot: bool) -> Non
     third = JournaledTurnWorld(list(again.manager.snapshot().records()))
     assert isinstance(third.manager.windows.policy, Offload)
     assert third.manager.windows.policy.corrections == before.corrections
+
+
+def test_plans_are_made_of_the_last_step_s_answers_loads_and_hand_over() -> None:
+    world = TurnWorld()
+    policy = learned(world, steps=2)
+    assert policy.facts is not None
+    assert [engine.starts_s for engine in (*policy.facts.remote, *policy.facts.reserved)] == [0.1, 0.1]
+    before = world.manager.windows.measured_groups
+    own, spot = world.agents["peer-of-own"], world.agents["peer-of-spot"]
+    world.say("begins", "train-2")
+    while world.manager.thinking:
+        world.carry_out(world.manager.think(world.now))
+    world.trainer(submit("train-2", samples_per_prompt=8, max_new_tokens=200))
+    world.say("wants", "train-2")
+    while not world.asked:
+        world.pass_time(0.1)
+    world.pass_time(0.4)
+    world.hand_over()
+    world.play_out()
+    world.pass_time(1.0)
+    assert world.turn is Turn.TRAINING
+    world.say("trained", "train-2")
+    world.say("ended", "train-2", tokens=1000, train_s=1.0, rest_s=0.1)
+    assert own.sequences == spot.sequences == {}
+    longer = world.manager.windows.measured_groups
+    assert sum(map(sum, longer)) > 2 * sum(map(sum, before)), "answers grew, and the next plan goes by them"
+    world.say("begins", "train-3")
+    while world.manager.thinking:
+        world.carry_out(world.manager.think(world.now))
+    assert policy.facts.groups == longer
+    assert policy.facts.training.switch_s == pytest.approx(0.4), "as handing over took"
+
+
+def test_until_there_is_a_first_plan_samples_go_out_one_by_one_and_the_engines_go_on() -> None:
+    """What was given to a machine can't be taken back when the plan, a moment later, says that it is too wide."""
+    world = TurnWorld()
+    learned(world, steps=1)
+    manager, own, spot = world.manager, world.agents["peer-of-own"], world.agents["peer-of-spot"]
+    world.say("begins", "train-1")
+    assert manager.thinking
+    world.trainer(submit("train-1", samples_per_prompt=8, max_new_tokens=60))
+    world.say("wants", "train-1")
+    assert (len(own.sequences), len(spot.sequences)) == (1, 1), "of four places each"
+    for _ in range(40):
+        # What fitted before anything was planned is half a second; it does not decide.
+        world.carry_out(manager.tick(world.now))
+        world.now += 0.1
+    assert world.turn is Turn.GENERATING
+    while manager.thinking:
+        world.carry_out(manager.think(world.now))
+    width = manager.policy.width  # type: ignore[attr-defined]
+    assert width > 0.25
+    assert len(own.sequences) + len(spot.sequences) > 2
+    assert world.turn is Turn.HANDING_OVER, "the plan's window is over by now"
+
+
+def test_a_step_in_which_a_machine_was_lost_is_not_learned_from() -> None:
+    world = TurnWorld()
+    policy = learned(world)
+    policy.corrections[1] = 0.05
+    world.join_as("other", reserved=False)
+    own, spot = world.agents["peer-of-own"], world.agents["peer-of-spot"]
+    world.say("begins", "train-9")
+    world.lose(world.agents["peer-of-other"])
+    waited_for(world, "train-9", own, spot, plays=12)
+    assert policy.corrections[1] == 0.05
+    world.say("begins", "train-10")
+    waited_for(world, "train-10", own, spot, plays=12)
+    assert policy.corrections[1] > 0.05, "the same without a loss is"
+
+
+@pytest.mark.parametrize("fault", ["late", "failed"])
+def test_a_machine_that_loads_for_too_long_or_failed_to_is_not_waited_for(fault: str) -> None:
+    world = TurnWorld()
+    learned(world, steps=1)
+    slow = world.join("slow")
+    world.say("begins", "train-9")
+    assert world.manager.windows.state(world.now)["remote"] == 2
+    if fault == "late":
+        world.pass_time(3.5 * 0.1)
+    else:
+        world.send(slow, LoadFailed(version=0, cause="no room"))
+    assert world.manager.windows.state(world.now)["remote"] == 1
 
 
 def test_a_plan_is_made_bit_by_bit_and_frames_are_answered_in_between() -> None:

@@ -77,6 +77,11 @@ def paced_logprob(token: int, vocab_size: int) -> float:
     return -float(token % 64) / 16.0 - (0.0625 if vocab_size > 1 else 0.0)
 
 
+MADE_UP_S = 0.1
+"""Lateness that is made up for, however short rounds are: a lone sequence's last a millisecond or two, and a busy
+computer wakes nobody as exactly as that."""
+
+
 class PacedEngine:
     """An Engine that draws `tokens_per_s` tokens a second over all its sequences, at most `max_running` at once.
 
@@ -241,8 +246,8 @@ class PacedEngine:
             prefilled = self._admit()
             planned, tokens, steps = self._plan()
             duration = self._duration(prefilled, tokens, steps)
-            # From the due time, not from now: lateness of one round is made up for in the next.
-            due = max(due, self._clock() - duration) + duration
+            # From the due time, not from now: a round that is late is made up for in the next ones.
+            due = max(due, self._clock() - max(duration, MADE_UP_S)) + duration
             while (left := due - self._clock()) > 0:
                 await self._sleep(min(left, LONGEST_SLEEP_S))
                 self._work_done += 1

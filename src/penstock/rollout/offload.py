@@ -178,7 +178,7 @@ class Offload:
         """Whether the reserved engines go on."""
         if view.fleet == 0:
             return Window(True, "no remote instance")
-        plan = self.plans.get(view.fleet)
+        plan = self.nearest(view.fleet)
         if plan is None and not self.seconds:
             share = (view.reserved / (view.reserved + view.fleet)) ** SHORT if view.reserved else UNKNOWN
             return Window(view.finished < share, f"nothing is known yet: until {share:.0%} are finished")
@@ -193,11 +193,16 @@ class Offload:
 
     def length_s(self, fleet: int) -> float | None:
         """The window of a fleet size; None where there is none: to the end of the step, or not known yet."""
-        return self.window_s(fleet) if fleet and (fleet in self.plans or self.seconds) else None
+        return self.window_s(fleet) if fleet and (self.nearest(fleet) is not None or self.seconds) else None
+
+    def nearest(self, fleet: int) -> Plan | None:
+        """The plan of a fleet size; until there is one, the nearest size's."""
+        known = [size for size in self.plans if size and fleet] or [size for size in self.plans if size == fleet]
+        return self.plans[min(known, key=lambda size: abs(size - fleet))] if known else None
 
     def window_s(self, fleet: int) -> float:
         """What is planned for a fleet size, corrected by what was seen; without plans, what fitted the nearest size."""
-        plan = self.plans.get(fleet)
+        plan = self.nearest(fleet)
         if plan is None:
             return self.seconds[min(self.seconds, key=lambda known: abs(known - fleet))]
         return max(0.0, plan.window_s + self.correction(fleet)) if plan.window_s > 0 else 0.0

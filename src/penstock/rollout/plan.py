@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.rollout.curves import Speed
 
-__all__ = ["Engine", "Plan", "Training", "best_plan", "replay", "search"]
+__all__ = ["WIDTHS", "Engine", "Plan", "Training", "best_plan", "replay", "search"]
 
 WIDTHS = (0.06, 0.09, 0.13, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0)
 """Shares of an engine's places; neighbours differ by about the square root of two, and the optimum is flat."""

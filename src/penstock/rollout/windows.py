@@ -36,7 +36,7 @@ from penstock.rollout.fleet import Fleet, Instance, State
 from penstock.rollout.journal import WindowFitted
 from penstock.rollout.offload import Facts, FixedWindow, Offload, Window, WindowView
 from penstock.rollout.outbox import TRAINER, Outbox
-from penstock.rollout.plan import Engine, Plan, Training
+from penstock.rollout.plan import WIDTHS, Engine, Plan, Training
 from penstock.rollout.step_times import StepAccount
 from penstock.rollout.tracker import Tracker
 from penstock.rollout.window_memory import WindowMemory
@@ -448,6 +448,8 @@ class Windows:
         elapsed_s = self._out.now - step.account.began_s
         reserved = sum(1 for _ in self._reserved())
         answer = self.policy.review(WindowView(elapsed_s, len(fleet), finished, reserved))
+        if not answer.generate and self.turn is Turn.GENERATING and self._first_plan(len(fleet)):
+            answer = Window(True, f"the first plan for {len(fleet)} instances is being made")
         length_s = self.policy.length_s(len(fleet))
         if self.turn is Turn.GENERATING and length_s != step.told_s:
             self._note(step, "planned", f"{len(fleet)} remote instances now", before_s=step.told_s)
@@ -460,12 +462,18 @@ class Windows:
             return
         if not isinstance(self.policy, Offload):
             return
-        known = self.policy.plans.get(len(fleet))
-        if known is not None:
-            self._widen(known)
-        facts = self._facts(step, fleet)
+        known, facts = self.policy.nearest(len(fleet)), self._facts(step, fleet)
         if facts is not None:
             self._thinking = _Thinking(names, self.policy.planning(facts))
+        if known is not None:
+            self._widen(known)
+        elif facts is not None:
+            # What is given too late waits for a moment. What is given too early can't be taken back.
+            self._widen(Plan(width=WIDTHS[0], window_s=0.0))
+
+    def _first_plan(self, fleet: int) -> bool:
+        """A plan for so many remote instances is being made, and there was none before: it is a moment's wait."""
+        return self._thinking is not None and isinstance(self.policy, Offload) and fleet not in self.policy.plans
 
     def _widen(self, plan: Plan) -> None:
         if isinstance(self._balance, Balanced):
