@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 
@@ -11,12 +12,17 @@ from hypothesis import strategies as st
 from simulated import MACHINE, small_profile
 
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, ShortestQueue
+from penstock.rollout.curves import Speed
 from penstock.rollout.offload import StepTimes, Window, WindowView
+from penstock.rollout.plan import Engine, replay
+from penstock.rollout.plan import Training as Trained
+from penstock.simulate import bound_phases
 from penstock.simulate.baselines import make_strategy
 from penstock.simulate.bound import least_run_s, lower_bound_s
+from penstock.simulate.bound_phases import SIMPSON, TRAPEZOIDS, Cost, Demands, Prices
 from penstock.simulate.lengths import step_samples
 from penstock.simulate.machine import Machine, SimSample
-from penstock.simulate.profiles import Lengths, Profile, Training
+from penstock.simulate.profiles import Lengths, Profile, Training, shipped
 from penstock.simulate.strategy import FixedSize, Strategy
 from penstock.simulate.traces import from_counts, static_trace
 from penstock.simulate.world import World
@@ -200,3 +206,86 @@ def test_a_run_on_a_trace_takes_at_least_as_long_as_with_all_its_machines_all_th
     all_s = least_run_s(profile, static_trace(4, 1e9), 4, samples, 3)
     assert least_run_s(profile, coming, 4, samples, 3) > all_s
     assert least_run_s(profile, static_trace(9, 1e9), 4, samples, 3) == pytest.approx(all_s)
+
+
+def test_prices_that_change_within_a_step_say_more_where_machines_are_plenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = shipped("qwen3-8b")
+    samples, ready = step_samples(profile, 2, 0), [(5.3, 1e9)] * 8
+    changing_s = lower_bound_s(profile, samples, 0.0, ready)
+    monkeypatch.setattr(bound_phases, "CLIMBS", 0)
+    # Best found by annealing with all lengths known: 313 s.
+    assert 1.03 * lower_bound_s(profile, samples, 0.0, ready) < changing_s < 313
+
+
+costs = st.builds(Cost, st.floats(1e-4, 1e-1), st.floats(0, 1e-2), st.floats(1e-9, 1e-4), st.sampled_from([0.0, 1e-5]))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    remote=costs,
+    reserved=costs,
+    at=st.builds(
+        Prices, st.floats(1e-6, 10), st.floats(0.1, 4), st.floats(0.05, 2), st.floats(0.01, 1), st.floats(1, 500)
+    ),
+    group=st.lists(st.tuples(st.integers(1, 2_000), st.integers(1, 2_000)), min_size=1, max_size=3),
+)
+def test_a_token_pays_no_more_than_the_cheapest_place_asks(
+    remote: Cost, reserved: Cost, at: Prices, group: list[tuple[int, int]]
+) -> None:
+    """The sum over tokens one by one, and the rule with which prices are looked for, against the one that counts."""
+    demands = Demands([group], [3.0], remote, reserved, TRAPEZOIDS)
+    paid = demands.paid(at, at.turn_s)
+    weights = [root * root for _, root, _ in demands._samples[0]]
+    assert sum(weights) == pytest.approx(3.0)
+    soon, later = 0.0, (1 - at.early) * at.price * at.turn_s * 3.0
+    for (prompt, tokens), weight in zip(group, weights):
+        w = at.price * weight
+        for token in range(tokens):
+            remote_s, reserved_s = (c.sequence + c.context * (prompt + token + 0.5) for c in (remote, reserved))
+            asked = [
+                (price**0.5 * c**0.5 + (base * w * share) ** 0.5) ** 2
+                for price, c, base, share in (
+                    (1.0, remote_s, remote.base, 1.0),
+                    (at.reserved, reserved_s, reserved.base, 1.0),
+                    (1.0, remote_s, remote.base, at.early),
+                    (at.reserved, reserved_s, reserved.base, at.early),
+                    (at.late, remote_s, remote.base, 1.0),
+                )
+            ]
+            soon += min(asked[:2])
+            later += min(asked[2:])
+    prefill = sum(prompt for prompt, _ in group) * min(
+        remote.prefill, at.late * remote.prefill, at.reserved * reserved.prefill
+    )
+    # The middle of a token is no less than its mean: costs are concave.
+    assert paid <= (min(soon, later) + prefill) * (1 + 1e-9)
+    assert paid >= 0.9 * (min(soon, later) + prefill)
+    assert Demands([group], [3.0], remote, reserved, SIMPSON).paid(at, at.turn_s) == pytest.approx(paid, rel=0.1)
+
+
+@pytest.mark.parametrize(("machines", "lengths"), [(1, (300, 100, 200, 50)), (2, (90, 400, 210, 330)), (3, (250,) * 4)])
+def test_every_order_width_and_window_of_a_few_samples_takes_at_least_the_bound(
+    machines: int, lengths: tuple[int, ...]
+) -> None:
+    profile = small_profile(
+        prompts=4,
+        samples_per_prompt=1,
+        reserved_instances=1,
+        training=Training(s_per_token=2e-3, optimizer_s=0.2, switch_s=0.3, micro_batch_samples=1),
+        spot=MACHINE.model_copy(update={"context_s": 2e-5}),
+        reserved=MACHINE.model_copy(update={"context_s": 2e-5}),
+    )
+    samples = [SimSample(k, k, 32, length) for k, length in enumerate(lengths)]
+    bound_s = lower_bound_s(profile, samples, 0.0, [(0.5, 1e9)] * machines)
+    speed = Speed(MACHINE.step_base_s, MACHINE.sequence_s, 2e-5, MACHINE.prefill_s_per_token)
+    engine = Engine(speed, 4, 0.5, MACHINE.kv_tokens)
+    trained = Trained(2e-3, 1, 0.3, 0.2)
+    best_s = min(
+        replay(
+            [[length] for length in order], 32, [engine] * machines, [engine], trained, width / 4, 0.4 * window
+        ).step_s
+        for order in itertools.permutations(lengths)
+        for width in range(1, 5)
+        for window in range(20)
+    )
+    assert 0.8 * best_s < bound_s <= best_s

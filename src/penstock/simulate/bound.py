@@ -1,7 +1,7 @@
 """Least times that no policy can pass on a trace, whatever it knows: every length, every machine's coming and going.
 
 Decides what a clairvoyant has to obey too; refuses to know strategies. Everything here is a lower bound by proof, and
-is loose where the proof is: see `docs/simulate.md`.
+is loose where the proof is: samples of one machine need not share a pace here, and move for nothing.
 
 **Speed and throughput at once.** A decode step of the sequences S takes `base + c(S)` seconds, c(S) the sum of what
 each costs with the context that it has then. Put a price of 1 on a second of a remote machine, `reserved` on one of a
@@ -20,7 +20,8 @@ gap at the very end:
 
     sum_k p_k * begun_k <= p * end - (p^2 + sum_b q_b^2) / 2
 
-A step of T seconds in which the least cost is more than what there is to pay is impossible, at any prices.
+A step of T seconds in which the least cost is more than what there is to pay is impossible, at any prices. Prices that
+change within the step forbid more: `bound_phases`.
 
 **Memory.** A step serves at most `max_running` sequences and `kv_tokens` of context, so any share of `base` may be
 counted as context or as sequences instead.
@@ -33,6 +34,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from penstock.simulate.bound_phases import SIMPSON, TRAPEZOIDS, Cost, Demands, Supply, longer_s
 from penstock.simulate.machine import SimSample
 from penstock.simulate.profiles import MachineProfile, Profile
 from penstock.simulate.traces import Trace
@@ -42,16 +44,10 @@ __all__ = ["least_run_s", "lower_bound_s"]
 SHARES = ((0.0, 0.0), (0.3, 0.0), (1.0, 0.0), (0.0, 1.0))
 """Of `base`, counted as context and as sequences. Any are valid; the best of a few is taken."""
 HALVINGS = 40
-
-
-@dataclass(frozen=True, slots=True)
-class _Cost:
-    """Seconds of a decode step, of the fastest machine in each respect."""
-
-    base: float
-    sequence: float
-    context: float
-    prefill: float
+EVERY = 4
+"""Of the groups, by length: so many are searched for prices with."""
+HOPELESS = 0.15
+"""Share of the remote machines' seconds by which a step is the longer for other reasons than them: then no search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +56,8 @@ class _Demand:
 
     reserved: float
     """Price of a reserved machine's second; a remote one's is 1."""
+    kinds: tuple[Cost, Cost]
+    """(remote, reserved)."""
     machine: float
     share: float
     root: float
@@ -101,21 +99,53 @@ class _Step:
         `begins_s`: until the first machine can generate. `remote_s(until)`: instance-seconds of remote machines with
         weights, until then.
         """
+        supply = self.supply(begins_s, remote_s)
+        begun, remote, reserved_s = supply.begun(step_s), supply.remote(step_s, math.inf), supply.reserved(step_s)
+        # At the price of sequences that asks for the most.
+        return all(
+            begun > demand.share
+            and demand.machine + demand.root**2 / (4 * (begun - demand.share)) <= remote + demand.reserved * reserved_s
+            for demand in self.demands
+        )
+
+    def supply(self, begins_s: float, remote_s: Callable[[float], float]) -> Supply:
         training = self.training
-        trained_s = step_s - training.optimizer_s
-        remote = remote_s(trained_s - self.last_s)
-        free_s = max(0.0, trained_s - self.all_s - 2 * training.switch_s) * self.profile.reserved_instances
         # The sum of squares of the micro-batches is least where all are equal.
         late = (1 + 1 / self.micro_batches) / 2 * self.all_s
-        begun = self.all_s * (trained_s - late - training.reward_s - begins_s)
+
+        def useful_s(step_s: float, until_s: float) -> float:
+            return remote_s(min(until_s, step_s - training.optimizer_s - self.last_s))
+
+        def reserved_s(step_s: float) -> float:
+            free_s = step_s - training.optimizer_s - self.all_s - 2 * training.switch_s
+            return max(0.0, free_s) * self.profile.reserved_instances
+
+        return Supply(
+            remote=useful_s,
+            reserved=reserved_s,
+            begun=lambda step_s: self.all_s * (step_s - training.optimizer_s - late - training.reward_s - begins_s),
+            begins_s=begins_s,
+        )
+
+    def longer_s(self, low_s: float, begins_s: float, remote_s: Callable[[float], float]) -> float:
+        """A bound with prices that change within the step; at least `low_s`, which is one without."""
+        supply = self.supply(begins_s, remote_s)
+        begun, remote, reserved_s = supply.begun(low_s), supply.remote(low_s, math.inf), supply.reserved(low_s)
+        most, price = -math.inf, 0.0
+        hardest = self.demands[0]
         for demand in self.demands:
-            supply = remote + demand.reserved * free_s
-            if begun <= demand.share:
-                return False
-            # At the price of sequences that asks for the most.
-            if demand.machine + demand.root**2 / (4 * (begun - demand.share)) > supply:
-                return False
-        return True
+            root = demand.root / (2 * max(1e-9, begun - demand.share))
+            missing = demand.machine + demand.root * root / 2 - remote - demand.reserved * reserved_s
+            if missing > most:
+                most, price, hardest = missing, root * root, demand
+        if price <= 0 or most < -HOPELESS * remote:
+            return low_s
+        groups = [[(sample.prompt_tokens, sample.length) for sample in group] for group in self.groups]
+        by_length = sorted(range(len(groups)), key=lambda k: self.train_s[k])
+        part = by_length[len(by_length) % EVERY // 2 :: EVERY]
+        coarse = Demands([groups[k] for k in part], [self.train_s[k] for k in part], *hardest.kinds, SIMPSON)
+        whole = Demands(groups, self.train_s, *hardest.kinds, TRAPEZOIDS)
+        return longer_s(coarse, whole, supply, low_s, price, hardest.reserved)
 
     def _alone(self, together: int) -> tuple[float, float]:
         """(longest answer alone and its group trained, first micro-batch's groups complete)."""
@@ -152,7 +182,7 @@ class _Step:
             for price in sorted(ratios) or [1.0]:
                 yield self._demand(remote, reserved, price)
 
-    def _demand(self, remote: _Cost, reserved: _Cost, price: float) -> _Demand:
+    def _demand(self, remote: Cost, reserved: Cost, price: float) -> _Demand:
         base = min(remote.base, reserved.base)
         sequence = min(remote.sequence, price * reserved.sequence)
         context = min(remote.context, price * reserved.context)
@@ -175,7 +205,7 @@ class _Step:
                 for value, sample in zip(roots, group)
                 if squares > 0
             )
-        return _Demand(price, machine, share, root)
+        return _Demand(price, (remote, reserved), machine, share, root)
 
 
 def lower_bound_s(
@@ -217,7 +247,7 @@ def least_run_s(
 def _shortest_s(step: _Step, begins_s: float, remote_s: Callable[[float], float]) -> float:
     low = step.least_s(begins_s)
     if step.possible(low, begins_s, remote_s):
-        return low
+        return step.longer_s(low, begins_s, remote_s)
     high = 2 * low
     while not step.possible(high, begins_s, remote_s):
         low, high = high, 2 * high
@@ -226,15 +256,15 @@ def _shortest_s(step: _Step, begins_s: float, remote_s: Callable[[float], float]
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if step.possible(middle, begins_s, remote_s) else (middle, high)
-    return low
+    return step.longer_s(low, begins_s, remote_s)
 
 
 def _remote_kinds(profile: Profile) -> list[MachineProfile]:
     return [profile.spot, *profile.kinds.values()]
 
 
-def _fastest(kinds: Sequence[MachineProfile]) -> _Cost:
-    return _Cost(
+def _fastest(kinds: Sequence[MachineProfile]) -> Cost:
+    return Cost(
         min(kind.step_base_s for kind in kinds),
         min(kind.sequence_s for kind in kinds),
         min(kind.context_s for kind in kinds),
@@ -242,13 +272,11 @@ def _fastest(kinds: Sequence[MachineProfile]) -> _Cost:
     )
 
 
-def _shifted(
-    cost: _Cost, kinds: Sequence[MachineProfile], longest: int, as_context: float, as_sequences: float
-) -> _Cost:
+def _shifted(cost: Cost, kinds: Sequence[MachineProfile], longest: int, as_context: float, as_sequences: float) -> Cost:
     """A part of `base` counted as context or as sequences. A single one may be longer than the memory."""
     memory = max(longest, *(kind.kv_tokens + 1 for kind in kinds))
     places = max(kind.max_running for kind in kinds)
-    return _Cost(
+    return Cost(
         (1 - as_context - as_sequences) * cost.base,
         cost.sequence + as_sequences * cost.base / places,
         cost.context + as_context * cost.base / memory,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from penstock.rollout.offload import StepTimes
 
 __all__ = ["Outcome", "StepOutcome"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepOutcome:
     number: int
     began_s: float
@@ -19,12 +21,16 @@ class StepOutcome:
     paid_h: float
     """Machine-hours of remote instances."""
     moves: int
-    bound_s: float
-    """No policy makes this step shorter on the machines that were there: see `bound`."""
+    bound: Callable[[], float]
     causes: tuple[tuple[float, str], ...] = ()
     """Why the window stood as it did, whenever that changed."""
     trainer_spans: tuple[tuple[float, float], ...] = ()
     machine_spans: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+
+    @cached_property
+    def bound_s(self) -> float:
+        """No policy makes this step shorter on the machines that were there: see `bound`. Worked out when asked for."""
+        return self.bound()
 
 
 @dataclass

@@ -15,6 +15,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.rollout.answers import ask_moves, ask_order, ask_picks
 from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue
@@ -384,7 +385,6 @@ class World:
             preemptions=step.preemptions,
         )
         self.token_s = step.train_s / sum(sample.length + sample.prompt_tokens for sample in step.samples)
-        bound_s = lower_bound_s(self.profile, step.samples, step.began_s, remote.ready)
         self.outcome.steps.append(
             StepOutcome(
                 number=step.number,
@@ -393,7 +393,7 @@ class World:
                 tokens=sum(sample.length + sample.prompt_tokens for sample in step.samples),
                 paid_h=remote.paid_s / 3600,
                 moves=step.moves,
-                bound_s=bound_s,
+                bound=partial(lower_bound_s, self.profile, step.samples, step.began_s, remote.ready),
                 causes=tuple(step.causes),
                 trainer_spans=tuple(step.trainer_spans),
                 machine_spans=self._spans(step),
