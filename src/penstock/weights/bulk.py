@@ -43,9 +43,12 @@ class BulkSocket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
         self._moving: Future[int] | None = None
 
-    async def receive_some(self, parts: Sequence[memoryview]) -> int:
-        """Bytes received, from 0 to all of `parts`; fewer where no more came for a moment. Raises OSError."""
-        return await self._move(partial(_receive, self._socket, parts))
+    async def receive_some(self, parts: Sequence[memoryview], least: int) -> int:
+        """Bytes received into `parts`: `least` or more that were there, fewer where no more came for a moment.
+
+        Raises OSError.
+        """
+        return await self._move(partial(_receive, self._socket, parts, least))
 
     async def send_some(self, parts: Sequence[memoryview]) -> int:
         """Bytes sent, from 0 to all; fewer than all where the peer took no more for a moment. Raises OSError."""
@@ -65,17 +68,16 @@ class BulkSocket:
         return await asyncio.wrap_future(self._moving)
 
 
-def _receive(sock: socket.socket, parts: Sequence[memoryview]) -> int:
-    total = sum(map(len, parts))
-    left: Sequence[memoryview] = parts
+def _receive(sock: socket.socket, parts: Sequence[memoryview], least: int) -> int:
+    came = 0
     with _blocking(sock):
-        while left:
-            # Nothing for as long as that is a BlockingIOError; with something, it ends the call.
-            got = sock.recvmsg_into(left[:PARTS], 0, socket.MSG_WAITALL)[0]
+        while came < least:
+            # Waits that are so long together end the call; with nothing come, by a BlockingIOError.
+            got = sock.recvmsg_into(after(parts, came)[:PARTS], 0, socket.MSG_WAITALL)[0]
             if not got:
                 break  # The end is there to be read again.
-            left = after(left, got)
-    return total - sum(map(len, left))
+            came += got
+    return came
 
 
 def _send(sock: socket.socket, parts: Sequence[memoryview]) -> int:

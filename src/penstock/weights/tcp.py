@@ -14,7 +14,6 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Protocol
 
 import msgspec
@@ -82,8 +81,8 @@ class Framed(Protocol):
 
     async def read_into(self, into: memoryview) -> None: ...
 
-    async def read_parts(self, parts: Sequence[memoryview]) -> tuple[int, LinkLost | None]:
-        """Bytes that came into `parts`, and why there are fewer than all where there are."""
+    async def read_parts(self, parts: Sequence[memoryview], least: int) -> int:
+        """Fills `parts` one after the other, until `least` bytes came or more that were there; returns how many."""
         ...
 
     async def read_message(self, wait_s: float = 0.0) -> memoryview:
@@ -130,38 +129,33 @@ class FramedSocket:
 
     async def read_into(self, into: memoryview, wait_s: float = 0.0) -> None:
         """Fills all of `into`."""
-        _, trouble = await self.read_parts([into], wait_s)
-        if trouble is not None:
-            raise trouble
+        await self.read_parts([into], len(into), wait_s)
 
-    async def read_parts(self, parts: Sequence[memoryview], wait_s: float = 0.0) -> tuple[int, LinkLost | None]:
-        """Fills `parts` one after the other; returns the bytes that came, and why there are fewer where there are.
+    async def read_parts(self, parts: Sequence[memoryview], least: int, wait_s: float = 0.0) -> int:
+        """Fills `parts` one after the other, until `least` bytes came or more that were there; returns how many.
 
         Small reads take what else is there with them, for the next ones.
         """
-        nbytes = sum(map(len, parts))
-        left = after(parts, 0)
-        trouble = None
+        left, came = after(parts, 0), 0
         try:
-            while left:
-                left = await self._read_some(left, wait_s)
+            while came < least:
+                got = await self._read_some(left, least - came, wait_s)
+                left, came = after(left, got), came + got
         except TimeoutError:
-            trouble = LinkLost(f"{self._peer} sent no byte for {self._io_s:g} s")
+            raise LinkLost(f"{self._peer} sent no byte for {self._io_s:g} s") from None
         except OSError as error:
-            trouble = LinkLost(f"the connection to {self._peer} broke: {error}")
-        except LinkLost as error:
-            trouble = error
-        return nbytes - sum(map(len, left)), trouble
+            raise LinkLost(f"the connection to {self._peer} broke: {error}") from error
+        return came
 
-    async def _read_some(self, left: list[memoryview], wait_s: float) -> list[memoryview]:
-        """What is left to be read behind what came."""
+    async def _read_some(self, left: Sequence[memoryview], least: int, wait_s: float) -> int:
+        """Bytes that came into `left`; 0 where they are ahead."""
         if self._ahead:
             found = self._ahead[: len(left[0])]
             left[0][: len(found)] = found
             self._ahead = self._ahead[len(found) :]
-            return after(left, len(found))
-        if sum(map(len, left)) >= BULK_BYTES and (got := await self._bulk.receive_some(left)):
-            return after(left, got)
+            return len(found)
+        if sum(map(len, left)) >= BULK_BYTES and (got := await self._bulk.receive_some(left, least)):
+            return got
         into = _on_the_loop(left[0])
         small = len(into) < PIECE_BYTES
         async with asyncio.timeout(self._io_s + wait_s):
@@ -169,9 +163,9 @@ class FramedSocket:
         if not got:
             raise LinkLost(f"{self._peer} closed the connection")
         if not small:
-            return after(left, got)
+            return got
         self._ahead = self._buffer[:got]
-        return left
+        return 0
 
     async def read_message(self, wait_s: float = 0.0) -> memoryview:
         """The bytes of the next message. Raises BadLength before reading one over the limit."""
@@ -335,8 +329,8 @@ class TcpLink:
         self._not_by: dict[str, str] = {}
         self._lent = False
         """Whether the version last planned lies where this end can map it."""
-        self._trouble: LinkLost | None = None
-        """It broke within chunks of which some were whole; said to whoever reads on."""
+        self._coming: list[memoryview] = []
+        """What is left to be filled of the last reply's chunks."""
         self.ways: tuple[Way, ...] = ()
         self.kept = False
         self.round_trip_s = 0.0
@@ -421,8 +415,8 @@ class TcpLink:
         await self._framed.send(encode_message(GetChunks(encoding=encoding, indices=tuple(indices), by=by)))
 
     async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview]) -> int:
-        if self._trouble is not None:
-            raise self._trouble
+        if self._coming:
+            return await self._some()
         reply = await self._reply()
         if not isinstance(reply, ChunkReply) or not 0 < reply.count <= len(indices):
             raise BadMessage(f"{self._source} answered a chunk request with {type(reply).__name__}")
@@ -435,11 +429,14 @@ class TcpLink:
         if reply.place:
             await self._fetch(reply, indices[0], intos[0])
             return 1
-        came, self._trouble = await self._framed.read_parts(intos)
-        whole = sum(end <= came for end in accumulate(map(len, intos)))
-        if self._trouble is not None and not whole:
-            raise self._trouble
-        return whole
+        self._coming = list(intos)
+        return await self._some()
+
+    async def _some(self) -> int:
+        """The next of the chunks that are coming, with those that are here at once."""
+        before = len(self._coming)
+        self._coming = after(self._coming, await self._framed.read_parts(self._coming, len(self._coming[0])))
+        return before - len(self._coming)
 
     async def _fetch(self, reply: ChunkReply, index: int, into: memoryview) -> None:
         """A chunk from where the store says that it is."""

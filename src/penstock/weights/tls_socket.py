@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.errors import MissingExtra
 from penstock.tls import refusal_words, tell_late
+from penstock.weights.bulk import after
 from penstock.weights.plan import Bytes
 from penstock.weights.protocol import LENGTH, LinkLost, TokenRefused, message_length
 
@@ -89,24 +90,16 @@ class TlsSocket:
 
     async def read_into(self, into: memoryview, wait_s: float = 0.0) -> None:
         """Fills all of `into`."""
-        _, trouble = await self.read_parts([into], wait_s)
-        if trouble is not None:
-            raise trouble
+        await self.read_parts([into], len(into), wait_s)
 
-    async def read_parts(self, parts: Sequence[memoryview], wait_s: float = 0.0) -> tuple[int, LinkLost | None]:
-        """Fills `parts` one after the other; returns the bytes that came, and why there are fewer where there are."""
-        came = 0
-        try:
-            for part in parts:
-                filled = 0
-                while filled < len(part):
-                    data = await self._read(len(part) - filled, wait_s)
-                    part[filled : filled + len(data)] = data
-                    filled += len(data)
-                    came += len(data)
-        except LinkLost as error:
-            return came, error
-        return came, None
+    async def read_parts(self, parts: Sequence[memoryview], least: int, wait_s: float = 0.0) -> int:
+        """Fills `parts` one after the other, until `least` bytes came; returns how many."""
+        left, came = after(parts, 0), 0
+        while came < least:
+            data = await self._read(len(left[0]), wait_s)
+            left[0][: len(data)] = data
+            left, came = after(left, len(data)), came + len(data)
+        return came
 
     async def _read(self, most: int, wait_s: float) -> bytes:
         try:
