@@ -28,9 +28,9 @@ def small(tmp_path: Path) -> str:
     return str(path)
 
 
-def rows(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, float]]:
+def rows(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
     assert cli.main(["simulate", *words, "--json"]) == 0
-    found: list[dict[str, float]] = json.loads(capsys.readouterr().out)["rows"]
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["rows"]
     return found
 
 
@@ -38,6 +38,17 @@ def test_the_table_compares_all_strategies(small: str, capsys: pytest.CaptureFix
     assert cli.main(["simulate", small, "--machines", "2", "--steps", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[1:]] == ["colocated", "disaggregated", "rlboost", "penstock"]
+    found = {row["strategy"]: row for row in rows(capsys, small, "--machines", "2", "--steps", "2")}
+    for line in lines[1:]:
+        row = found[line.split()[1]]
+        for words in (
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['dollars']:,.2f} $",
+            f"{row['trainer_wait_share']:.1%}",
+            f"{row['remote_wait_s'] / row['step_s']:.1%}",
+            f"{row['regret']:+.1%}",
+        ):
+            assert words in line
 
 
 def test_a_sweep_makes_every_combination_and_each_changes_the_figures(

@@ -103,10 +103,8 @@ def _compare_all(args: argparse.Namespace, found: list[_Compared]) -> None:
         machines = int(values[MACHINES]) if MACHINES in values else args.machines
         trace = _trace(args, machines)
         words = ", ".join(f"{key}={value:g}" for key, value in values.items()) or profile.name
-        if len(settings) > 1 and sys.stderr.isatty():
-            print(f"{number} of {len(settings)}: {words}", file=sys.stderr)
         found.append(_Compared(profile, trace))
-        _compare(args, found[-1], machines, words)
+        _compare(args, found[-1], machines, words, f"{number} of {len(settings)}")
 
 
 def _print(args: argparse.Namespace, found: list[_Compared]) -> None:
@@ -194,7 +192,7 @@ def _trace(args: argparse.Namespace, machines: int | None) -> Trace:
     return trace.window(start_s, trace.duration_s if args.steps else 3600 * args.hours)
 
 
-def _compare(args: argparse.Namespace, found: _Compared, machines: int | None, setting: str) -> None:
+def _compare(args: argparse.Namespace, found: _Compared, machines: int | None, setting: str, count: str) -> None:
     from penstock.simulate.baselines import make_strategy
     from penstock.simulate.report import row_of
     from penstock.simulate.world import simulate
@@ -205,6 +203,9 @@ def _compare(args: argparse.Namespace, found: _Compared, machines: int | None, s
     limit = {"steps": args.steps} if args.steps else {"duration_s": 3600 * args.hours}
     for name in args.strategies.split(","):
         strategy = make_strategy(name.strip(), profile, machines=fixed, ceiling=ceiling)
+        if sys.stderr.isatty():
+            # A strategy may take minutes.
+            print(f"{count}, {setting}: {strategy.name}", file=sys.stderr)
         outcome = simulate(profile, trace, strategy, seed=args.seed, **limit)
         if not outcome.steps:
             # A strategy is of one run: it has learned.

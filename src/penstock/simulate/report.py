@@ -65,8 +65,10 @@ _HEADS = (
     "x",
     "M tokens/$",
     "$ x",
+    "cost",
     "fleet",
     "trainer waits",
+    "remote wait",
     "regret",
 )
 
@@ -88,8 +90,10 @@ def table(rows: Sequence[Row]) -> str:
                 # Without prices nothing costs anything.
                 f"{row.tokens_per_dollar / 1e6:.3f}" if row.dollars else "-",
                 f"{row.tokens_per_dollar / first.tokens_per_dollar:.2f}" if row.dollars and first.dollars else "-",
+                f"{row.dollars:,.2f} $" if row.dollars else "-",
                 f"{row.mean_fleet:.1f}",
                 f"{row.trainer_wait_share:.1%}",
+                f"{row.remote_wait_s / row.step_s:.1%}",
                 f"{row.regret:+.1%}",
             )
         )
