@@ -184,3 +184,14 @@ def test_a_policy_that_would_lose_samples_ends_the_manager_in_words() -> None:
     world.play(agent)
     with pytest.raises(PolicyError, match="Forgetful makes no sense: order"):
         world.lose(agent)
+
+
+def test_who_is_ready_first_leaves_those_that_still_load_their_share() -> None:
+    world = World(ManagerConfig(max_pending_per_instance=2))
+    world.publish(0)
+    first = world.join_ready("first", max_running=8)
+    second = world.join("second", max_running=8)
+    world.trainer(submit(samples_per_prompt=8))
+    assert len(first.sequences) == 4
+    world.send(second, second.ready())
+    assert len(second.sequences) == 4

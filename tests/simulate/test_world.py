@@ -13,7 +13,7 @@ from penstock.simulate.lengths import step_samples
 from penstock.simulate.machine import Machine, SimSample
 from penstock.simulate.outcome import Outcome
 from penstock.simulate.strategy import FixedSize, Strategy
-from penstock.simulate.traces import from_counts, static_trace
+from penstock.simulate.traces import Change, Trace, from_counts, static_trace
 from penstock.simulate.world import World, simulate
 
 
@@ -156,3 +156,23 @@ def test_no_sample_is_lost_or_done_twice_whatever_comes_and_goes(
         expected = sum(s.length + s.prompt_tokens for s in step_samples(profile, step.number, seed))
         assert step.tokens == expected
         assert step.times.train_s == pytest.approx(expected * profile.training.s_per_token)
+
+
+def test_a_machine_that_has_its_weights_first_leaves_the_others_their_share() -> None:
+    """As in a manager. The slow link brings the weights two seconds later, and the share waits for them."""
+    profile = small_profile(prompts=4, reserved_instances=1)
+    slow = profile.spot.model_copy(update={"link_gbit_s": 4.0})
+    profile = profile.model_copy(update={"kinds": {"slow": slow}})
+    trace = Trace((Change(0.0, "node0", True), Change(0.0, "slow:1", True)), 1e9)
+    strategy = Strategy("x", ShortestQueue(8), None, FixedSize(2))
+    world = World(profile, trace, strategy)
+    given: list[tuple[float, str, int]] = []
+    place = world._place
+    world._place = lambda sample, machine: (  # type: ignore[method-assign]
+        given.append((world.clock.now, machine.name, sample.number)),
+        place(sample, machine),
+    )[1]
+    world.run(steps=1)
+    names = [name for _, name, _ in given]
+    assert names.count("node0") == names.count("slow:1") == 8
+    assert given[0][0] < given[-1][0]
