@@ -45,7 +45,7 @@ def certain(prefill_s: float = 0.0) -> Balanced:
     """It has seen answers of 400 tokens and no others, and machines on which a sequence costs as much as a step."""
     policy = Balanced(4)
     for k in range(40):
-        running, prefilled = 1 + k * 7 % 40, 1000 * (k % 3)
+        running, prefilled = 1 + k * 7 % 40, 10 * (k % 3)
         wall_s = 10 * (0.001 + 0.001 * running) + prefilled * prefill_s
         policy.report(Report(f"i{k % 2}", wall_s, running, 0.0, 10 * running, prefilled))
         policy.finished(k // 4, 400)
