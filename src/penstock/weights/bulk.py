@@ -73,10 +73,12 @@ def _receive(sock: socket.socket, parts: Sequence[memoryview], least: int) -> in
     with _blocking(sock):
         while came < least:
             # Waits that are so long together end the call; with nothing come, by a BlockingIOError.
-            got = sock.recvmsg_into(after(parts, came)[:PARTS], 0, socket.MSG_WAITALL)[0]
+            got = sock.recvmsg_into(after(parts, came)[:1], 0, socket.MSG_WAITALL)[0]
             if not got:
-                break  # The end is there to be read again.
+                return came  # The end is there to be read again.
             came += got
+        if rest := after(parts, came)[:PARTS]:
+            came += sock.recvmsg_into(rest, 0, socket.MSG_DONTWAIT)[0]
     return came
 
 
