@@ -8,8 +8,9 @@ from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue, Report
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.curves import Speed
 from penstock.rollout.offload import Offload, WindowView
-from penstock.rollout.plan import Engine, Plan, Training, replay
+from penstock.rollout.plan import Engine, Limits, Plan, Training, replay
 
+WIDE = Limits(), Limits()
 SPEED = Speed(0.01, 1e-4, 1e-7, 1e-5)
 
 
@@ -48,7 +49,7 @@ def test_a_replay_with_little_memory_takes_longer_and_finishes_everything() -> N
     training = Training(1e-5, 16)
 
     def step_s(memory: float) -> float:
-        return replay(groups, 50, [Engine(SPEED, 64, 0.0, memory)] * 2, [], training, 1.0, 0.0).step_s
+        return replay(groups, 50, [Engine(SPEED, 64, 0.0, memory)] * 2, [], training, WIDE, 0.0).step_s
 
     assert step_s(1e9) == pytest.approx(step_s(60_000), rel=1e-6)
     assert step_s(20_000) > 1.2 * step_s(60_000)
@@ -60,7 +61,8 @@ def test_nothing_is_prefilled_twice_where_the_width_leaves_room_to_grow() -> Non
     groups = [[500] * 8 for _ in range(16)]
     dear = Speed(0.0, 1e-4, 0.0, 1e-3)
     engine = Engine(dear, 64, 0.0, 16 * 550 + 16 * 256)
-    narrow, wide = (replay(groups, 50, [engine], [], Training(0.0, 16), width, 0.0).step_s for width in (0.25, 1.0))
+    few = Limits(0.25, 0.25), Limits()
+    narrow, wide = (replay(groups, 50, [engine], [], Training(0.0, 16), both, 0.0).step_s for both in (few, WIDE))
     assert narrow < wide
 
 
@@ -86,7 +88,7 @@ def test_the_first_window_ends_at_the_root_of_the_reserved_engines_share() -> No
 
 
 def test_about_its_planned_end_a_window_follows_what_is_finished() -> None:
-    policy = Offload(plans={2: Plan(0.5, 100.0, finished=0.5)})
+    policy = Offload(plans={2: Plan(*WIDE, 100.0, finished=0.5)})
     assert policy.review(WindowView(105.0, 2, 0.4)).generate
     assert not policy.review(WindowView(95.0, 2, 0.6)).generate
     assert policy.review(WindowView(70.0, 2, 1.0)).generate

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from penstock.errors import ConfigError
 from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue, Report, ShortestQueue, load_policy
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.curves import Speed
-from penstock.rollout.plan import Plan
+from penstock.rollout.plan import Limits, Plan
 
 TRUTH = Speed(0.01, 2e-4, 1e-6, 1e-5)
 
@@ -126,32 +128,50 @@ def test_the_prompt_with_the_least_expected_to_come_goes_out_first() -> None:
     assert Balanced(4).order([950, 0, 500], [0, 1, 2]) == [0, 1, 2]
 
 
-def test_a_width_bounds_fresh_samples_and_not_moved_ones() -> None:
-    policy = learned(0, width=0.25)
-    loads = [InstanceLoad("i0", 0, 32)]
-    assert len(policy.assign(Queue(99), loads)) == 8
-    assert len(policy.assign(Queue(0, moved=99), loads)) == 32
-
-
-def test_an_instance_behind_the_planned_pace_lets_the_prompts_with_the_most_to_come_wait() -> None:
+def test_a_plan_s_limits_bound_what_is_given_by_kind_of_instance_and_time() -> None:
     policy = learned(0)
-    policy.follow(Plan(1.0, 10.0, pace_s=0.02))
-    short = [PlacedSample(k, 400, 464, True, 0, 1) for k in range(4)]
-    long = [PlacedSample(10 + k, 300, 364, True, 0, 2) for k in range(20)]
-    held = {"i0": short + long, "i1": rows(100, 2)}
-    loads = [InstanceLoad("i0", 24, 64), InstanceLoad("i1", 2, 64)]
-    for sample in (*range(4), *range(4)):
-        policy.finished(1, 500 + sample)
-    policy.report(Report("i0", 50 * TRUTH.step_s(24, 9136), 24.0, 9136.0, 24 * 50, 0))
-    moves = policy.moves(3, loads, held.__getitem__)
-    assert moves
-    assert {(move.source, move.target) for move in moves} == {("i0", "")}
-    assert all(move.lease >= 10 for move in moves)
-    stays = [row for row in short + long if row.lease not in {move.lease for move in moves}]
-    assert TRUTH.step_s(len(stays), sum(row.context_tokens for row in stays)) <= 0.0202
-    assert policy.assign(Queue(0, moved=2), [InstanceLoad("i0", len(stays), 64)]) == []
-    policy.batch_ended()
-    assert len(policy.assign(Queue(0, moved=2), [InstanceLoad("i0", len(stays), 64)])) == 2
+    policy.follow(Plan(Limits(0.5, 0.125), Limits(1.0, 0.25), 10.0))
+    loads = [InstanceLoad("i0", 0, 32), InstanceLoad("own", 0, 32, reserved=True)]
+
+    def given_to(queue: Queue) -> tuple[int, int]:
+        picks = policy.assign(queue, loads)
+        return picks.count(0), picks.count(1)
+
+    assert given_to(Queue(99)) == (32, 32), "an evaluation is not what was planned"
+    assert given_to(Queue(99, elapsed_s=0.0)) == (16, 32)
+    assert given_to(Queue(99, elapsed_s=5.0)) == (8, 16)
+    assert given_to(Queue(99, elapsed_s=10.0)) == (4, 8)
+    assert given_to(Queue(0, moved=99, elapsed_s=11.0)) == (4, 8), "what was handed over waits, too"
+    assert policy.assign(Queue(9, elapsed_s=5.0), [InstanceLoad("i0", 9, 32)]) == [], "and nobody is taken off"
+
+
+def test_while_a_plan_holds_the_two_kinds_apart_nothing_moves_between_them() -> None:
+    policy = learned()
+    held = {"i0": rows(0, 24), "own": rows(100, 1)}
+    loads = [InstanceLoad("i0", 24, 32), InstanceLoad("own", 1, 32, reserved=True)]
+    assert policy.moves(0, loads, held.__getitem__)
+    policy.follow(Plan(Limits(), Limits(), 10.0))
+    assert policy.moves(0, loads, held.__getitem__), "no step has begun"
+    assert policy.assign(Queue(0, elapsed_s=1.0), loads) == []
+    assert policy.moves(0, loads, held.__getitem__) == []
+    alike = [loads[0], InstanceLoad("own", 1, 32)]
+    assert policy.moves(0, alike, held.__getitem__), "remote ones alone end together, as ever"
+
+
+def test_a_new_instance_s_memory_is_taken_to_be_like_its_own_kind_s() -> None:
+    policy = learned()
+    own, spot = InstanceLoad("own", 1, 32, reserved=True), InstanceLoad("spot", 1, 32)
+    policy.report(Report("own", 1.0, 4.0, 5000.0, 100, 0, pending=3))
+    first = policy.engine(own, 0.0)
+    assert first is not None
+    assert first.memory == 5000.0
+    other = policy.engine(spot, 0.0)
+    assert other is not None
+    assert math.isinf(other.memory)
+    policy.report(Report("spot", 1.0, 4.0, 9000.0, 100, 0, pending=3))
+    new = policy.engine(InstanceLoad("new", 0, 32), 0.0)
+    assert new is not None
+    assert new.memory == 9000.0
 
 
 def test_replicas_of_a_prompt_meet_and_balance_costs_nothing() -> None:

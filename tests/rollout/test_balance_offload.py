@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 from collections.abc import Callable, Generator
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.rollout.curves import Speed
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
 from penstock.rollout.offload import Facts, FixedWindow, Offload, Predictor, StepTimes, WindowView, thinned
-from penstock.rollout.plan import Engine, Training, best_plan, replay
+from penstock.rollout.plan import ONE_BY_ONE, Engine, Limits, Training, best_plan, replay
 
 SPEED = Speed(0.01, 1e-4, 1e-6, 1e-5)
 GROUPS = [[100 + 37 * (k * 4 + r) % 500 for r in range(4)] for k in range(32)]
@@ -56,25 +58,64 @@ def test_the_plan_is_no_worse_than_any_window_at_any_width() -> None:
     plan = best_plan(GROUPS, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING)
     for width in (0.1, 0.3, 1.0):
         for window_s in (0.0, 3.0, 6.0, 12.0, 24.0):
-            other = replay(GROUPS, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING, width, window_s)
+            both = Limits(width, width), Limits(width, width)
+            other = replay(GROUPS, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING, both, window_s)
             assert plan.step_s <= 1.03 * other.step_s
 
 
 def test_a_replay_generates_everything_once() -> None:
-    plan = replay(GROUPS, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING, 0.5, 5.0)
+    plan = replay(GROUPS, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING, (Limits(0.5, 0.5), Limits()), 5.0)
     tokens = sum(sum(row) + 32 * len(row) for row in GROUPS)
     busy_s = plan.step_s - plan.trainer_wait_s - plan.window_s - TRAINING.switch_s - TRAINING.rest_s
     assert busy_s == pytest.approx(tokens * TRAINING.token_s)
 
 
-def test_with_a_pace_everything_is_generated_once_too_and_the_plan_says_its_pace() -> None:
-    for pace_s in (0.0125, 0.015, 0.03):
-        for width in (0.2, 1.0):
-            plan = replay(GROUPS, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING, width, 5.0, pace_s)
-            tokens = sum(sum(row) + 32 * len(row) for row in GROUPS)
-            busy_s = plan.step_s - plan.trainer_wait_s - plan.window_s - TRAINING.switch_s - TRAINING.rest_s
-            assert busy_s == pytest.approx(tokens * TRAINING.token_s)
-            assert plan.pace_s == pace_s
+def test_a_limit_changes_by_equal_factors_until_the_window_ends() -> None:
+    limits = Limits(0.8, 0.2)
+    assert [limits.samples(100, at, 10.0) for at in (0.0, 5.0, 10.0, 99.0)] == [80, 40, 20, 20]
+    assert Limits(0.1, 0.4).samples(100, 5.0, 10.0) == 20
+    assert ONE_BY_ONE.remote.samples(256, 1.0, 0.0) == 1
+    assert Limits(1.0, 0.5).samples(8, 0.0, 0.0) == 4, "without a window it is the end's from the start"
+    assert Limits(1.0, 0.5).samples(8, 1e6, math.inf) == 8
+
+
+@given(st.lists(st.sampled_from((0.03, 0.2, 1.0)), min_size=4, max_size=4), st.sampled_from((0.0, 2.0, 5.0, 20.0)))
+def test_with_any_limits_everything_is_generated_once(shares: list[float], window_s: float) -> None:
+    limits = Limits(*shares[:2]), Limits(*shares[2:])
+    plan = replay(GROUPS, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING, limits, window_s)
+    tokens = sum(sum(row) + 32 * len(row) for row in GROUPS)
+    switch_s = TRAINING.switch_s if plan.window_s else 0.0
+    busy_s = plan.step_s - plan.trainer_wait_s - plan.window_s - switch_s - TRAINING.rest_s
+    assert busy_s == pytest.approx(tokens * TRAINING.token_s)
+    assert (plan.remote, plan.reserved) == limits
+
+
+def test_limits_that_change_within_a_step_make_it_shorter() -> None:
+    """Falling ones finish the first prompts early, for the trainer, and waste no machine before."""
+    source = random.Random(1)
+    groups = [[int(min(14000, source.lognormvariate(8.6, 0.7))) for _ in range(8)] for _ in range(64)]
+    remote, reserved = ([Engine(Speed(0.00835, 2.99e-5, 3.26e-8, 3.33e-5), 128)] * count for count in (3, 2))
+    training = Training(8e-5, 16, 3.0, 1.0)
+    windows = [0.05 * k * training.token_s * sum(map(sum, groups)) for k in range(9, 17)]
+
+    def step_s(limits: tuple[Limits, Limits]) -> float:
+        return min(replay(groups, 500, remote, reserved, training, limits, w).step_s for w in windows)
+
+    constant_s = min(step_s((Limits(share, share), Limits(share, share))) for share in (0.12, 0.25, 0.5, 1.0))
+    falling_s = min(step_s((Limits(share, share / 3), Limits(1.0, 0.03))) for share in (0.25, 0.5, 1.0))
+    assert falling_s < 0.99 * constant_s
+
+
+def test_what_is_handed_over_goes_out_by_what_is_expected_and_not_by_what_will_come() -> None:
+    """Two prompts as far as each other, of which one will be longer: nobody can know, so their order stays."""
+    training = Training(1e-6, 1, 0.1, 0.0)
+    slow = Engine(Speed(0.01, 0.0, 0.0), 1, 1e3)
+    for groups in ([[50, 50], [80, 80]], [[80, 80], [50, 50]]):
+        plan = replay(groups, 1, [slow], [ENGINE], training, (Limits(), Limits()), 0.2)
+        first, second = groups
+        # One place: the first prompt's two, then the second's; each has 20 tokens or so by then.
+        assert plan.finished == 0.0
+        assert plan.step_s == pytest.approx(1e3 + 0.01 * (sum(first) + sum(second) - 80), rel=2e-3)
 
 
 def test_a_trainer_that_waited_more_than_planned_lengthens_the_window_of_that_size_alone() -> None:

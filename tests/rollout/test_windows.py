@@ -479,7 +479,7 @@ def test_a_restarted_manager_knows_what_windows_fitted(by_snapshot: bool) -> Non
     again.join_as("spot", reserved=False)
     again.say("begins", "train-9")
     assert again.told("opened")[-1].window_s == before.length_s(1)
-    assert again.manager.policy.width == before.plans[1].width  # type: ignore[attr-defined]
+    assert again.manager.policy.plan == before.plans[1]  # type: ignore[attr-defined]
     # And a third manager knows it from the second one's journal, in which nothing was learned.
     third = JournaledTurnWorld(list(again.manager.snapshot().records()))
     assert isinstance(third.manager.windows.policy, Offload)
@@ -534,8 +534,7 @@ def test_until_there_is_a_first_plan_samples_go_out_one_by_one_and_the_engines_g
     assert world.turn is Turn.GENERATING
     while manager.thinking:
         world.carry_out(manager.think(world.now))
-    width = manager.policy.width  # type: ignore[attr-defined]
-    assert width > 0.25
+    assert manager.policy.plan.remote.begin > 0.25  # type: ignore[attr-defined]
     assert len(own.sequences) + len(spot.sequences) > 2
     assert world.turn is Turn.HANDING_OVER, "the plan's window is over by now"
 

@@ -14,7 +14,7 @@ from simulated import MACHINE, small_profile
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, ShortestQueue
 from penstock.rollout.curves import Speed
 from penstock.rollout.offload import StepTimes, Window, WindowView
-from penstock.rollout.plan import Engine, replay
+from penstock.rollout.plan import Engine, Limits, replay
 from penstock.rollout.plan import Training as Trained
 from penstock.simulate import bound_phases
 from penstock.simulate.baselines import make_strategy
@@ -282,10 +282,10 @@ def test_every_order_width_and_window_of_a_few_samples_takes_at_least_the_bound(
     trained = Trained(2e-3, 1, 0.3, 0.2)
     best_s = min(
         replay(
-            [[length] for length in order], 32, [engine] * machines, [engine], trained, width / 4, 0.4 * window
+            [[length] for length in order], 32, [engine] * machines, [engine], trained, (limits, limits), 0.4 * window
         ).step_s
         for order in itertools.permutations(lengths)
-        for width in range(1, 5)
+        for limits in (Limits(width / 4, width / 4) for width in range(1, 5))
         for window in range(20)
     )
     assert 0.8 * best_s < bound_s <= best_s

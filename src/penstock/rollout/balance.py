@@ -69,6 +69,8 @@ class Queue:
     """Instances that are loading the batch's weights, or are about to take part for another reason."""
     near: int = -1
     """Index of the instance that said a lone sample's last turn, and may have all of it in its cache; -1: none."""
+    elapsed_s: float | None = None
+    """Since the step began; None outside of one for which there may be a plan."""
 
     @property
     def waiting(self) -> int:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report, ShortestQueue
 from penstock.rollout.curves import AnswerLengths, Speed, StepCurve, drain_s
-from penstock.rollout.plan import GROWTH, Engine, Plan, most_context
+from penstock.rollout.plan import Engine, Plan
 
 __all__ = ["Balanced"]
 
@@ -40,21 +40,19 @@ class Balanced(ShortestQueue):
 
     max_moves: int = 3
     gain: float = 0.08
-    width: float = 1.0
-    """Share of an instance's places that fresh samples may fill; set from a `Plan` at the start of a step."""
-    pace_s: float = math.inf
-    """Longest decode step, likewise: an instance whose steps would take longer runs fewer samples meanwhile."""
+    plan: Plan | None = None
+    """Of the step, with the limits up to which instances are given samples."""
     lengths: AnswerLengths = field(default_factory=AnswerLengths)
     fleet_curve: StepCurve = field(default_factory=StepCurve)
     curves: dict[str, StepCurve] = field(default_factory=dict)
     _memory: dict[str, float] = field(default_factory=dict)
     """Tokens of context that an instance held at most while samples waited at it."""
+    _reserved: dict[str, bool] = field(default_factory=dict)
+    """Whether it is the trainer's own: one kind has another memory than the other."""
     _context: float = 0.0
     """Of one running sequence, as reported lately."""
-    _told: dict[str, Report] = field(default_factory=dict)
-    """The last report of each on the open batch."""
-    _most: dict[str, int] = field(default_factory=dict)
-    """Samples that an instance may hold at its pace, as of the last look."""
+    _elapsed_s: float | None = None
+    """Since the step began, at the last question; None: the plan is for none."""
     _report_s: float = 0.0
     """Covered by a report lately: what would be gained within one was not measured."""
     _per_prompt: int = 1
@@ -72,7 +70,6 @@ class Balanced(ShortestQueue):
         for curve in (self.curves.setdefault(report.instance, StepCurve()), self.fleet_curve):
             curve.report(report.wall_s, report.running, report.context_tokens, report.tokens, report.prefilled)
         self._weights.pop(report.instance, None)
-        self._told[report.instance] = report
         self._report_s += (report.wall_s - self._report_s) * (LATELY if self._report_s else 1.0)
         if report.pending or report.instance in self._memory:
             # What it holds without anybody waiting fits, too.
@@ -87,17 +84,15 @@ class Balanced(ShortestQueue):
     def batch_ended(self) -> None:
         self.lengths.refresh()
         self._weights.clear()
-        self._told.clear()
-        self._most.clear()
 
     def gone(self, instance: str) -> None:
         self.curves.pop(instance, None)
-        for known in (self._memory, self._weights, self._told, self._most):
+        for known in (self._memory, self._weights, self._reserved):
             known.pop(instance, None)
 
     def follow(self, plan: Plan) -> None:
-        """Runs as wide, and at the pace, that a plan says."""
-        self.width, self.pace_s = plan.width, plan.pace_s
+        """Gives instances as many samples as a plan says."""
+        self.plan = plan
 
     # ---- learned
 
@@ -110,7 +105,8 @@ class Balanced(ShortestQueue):
         """Tokens of context that fit an instance, as far as was seen; a new one is taken to be like the smallest."""
         known = self._memory.get(instance)
         if known is None:
-            return min(self._memory.values(), default=math.inf)
+            alike = self._reserved.get(instance)
+            return min((m for name, m in self._memory.items() if self._reserved.get(name) == alike), default=math.inf)
         return known
 
     def places(self, load: InstanceLoad) -> int:
@@ -120,24 +116,24 @@ class Balanced(ShortestQueue):
 
     def engine(self, load: InstanceLoad, starts_s: float) -> Engine | None:
         """An instance for a plan; None while its speed is not known."""
+        self._reserved[load.instance] = load.reserved
         speed = self.speed(load.instance)
         return None if speed is None else Engine(speed, load.max_running, starts_s, self.memory(load.instance))
 
     def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
-        self._per_prompt = queue.samples_per_prompt
+        self._per_prompt, self._elapsed_s = queue.samples_per_prompt, queue.elapsed_s
+        self._reserved.update((load.instance, load.reserved) for load in loads)
         return super().assign(queue, loads)
 
     def room(self, load: InstanceLoad) -> int:
+        if self.plan is not None and self._elapsed_s is not None:
+            limits = self.plan.reserved if load.reserved else self.plan.remote
+            limit = limits.samples(load.max_running, self._elapsed_s, self.plan.window_s)
+            # What fits its memory was replayed, and is not guessed again.
+            return min(super().room(load), limit)
         if load.pending:
-            room = load.samples - load.pending + self.max_pending
-        else:
-            room = self.places(load) + self.max_pending
-        return min(room, self._most.get(load.instance, room))
-
-    def fresh_room(self, load: InstanceLoad) -> int:
-        if self.width >= 1.0:
-            return self.room(load)
-        return min(self.room(load), max(1, round(self.width * load.max_running)))
+            return super().room(load)
+        return self.places(load) + self.max_pending
 
     def weight(self, load: InstanceLoad) -> float:
         known = self._weights.get(load.instance)
@@ -162,51 +158,14 @@ class Balanced(ShortestQueue):
     def moves(
         self, waiting: int, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
     ) -> list[Move]:
-        found = self._keep_pace(loads, placed)
-        if found or waiting or len(loads) < 2:
-            return found
+        if waiting or len(loads) < 2:
+            return []
+        planned = self.plan is not None and self._elapsed_s is not None
+        if planned and len({load.reserved for load in loads}) > 1:
+            # Unequal on purpose: what the reserved engines hold when they turn to training goes to the others then.
+            return []
         found = self._move_pending(loads, placed)
         return found or self._move_running(loads, placed)
-
-    def _keep_pace(self, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]) -> list[Move]:
-        """Takes samples from the instances furthest behind the planned pace, and says how many each may hold.
-
-        What it takes is of the prompts with the most to come.
-        """
-        self._most.clear()
-        if math.isinf(self.pace_s):
-            return []
-        over: list[tuple[float, InstanceLoad, Speed]] = []
-        for load in loads:
-            told, speed = self._told.get(load.instance), self.speed(load.instance)
-            if told is None or speed is None:
-                continue
-            most = most_context(speed, self.pace_s, self.memory(load.instance), told.running)
-            if math.isinf(most):
-                continue
-            self._most[load.instance] = _may_hold(most, told.context_tokens, told.running)
-            if told.context_tokens > most:
-                over.append((told.context_tokens / max(1.0, most), load, speed))
-        over.sort(key=lambda row: -row[0])
-        found: list[Move] = []
-        for _, load, speed in over[:PAIRS]:
-            found += self._slow_down(load, speed, placed(load.instance))
-        return found
-
-    def _slow_down(self, load: InstanceLoad, speed: Speed, rows: Sequence[PlacedSample]) -> list[Move]:
-        context, count = float(sum(row.context_tokens for row in rows)), len(rows)
-        memory = self.memory(load.instance)
-        left = self._left_of_prompts((row.prompt, row.output_tokens) for row in rows)
-        found: list[Move] = []
-        for row in sorted(rows, key=lambda row: -left[row.prompt]):
-            if count < 2 or context <= most_context(speed, self.pace_s, memory, count):
-                break
-            if row.moves < self.max_moves:
-                found.append(Move(load.instance, row.lease, ""))
-                context -= row.context_tokens
-                count -= 1
-        self._most[load.instance] = _may_hold(most_context(speed, self.pace_s, memory, count), context, count)
-        return found
 
     def _left_of_prompts(self, rows: Iterable[tuple[int, int]]) -> dict[int, float]:
         """Expected tokens still to come, by prompt, from some of its unfinished samples: (prompt, tokens so far)."""
@@ -305,9 +264,3 @@ class Balanced(ShortestQueue):
         self, speed: Speed, load: InstanceLoad, held: Sequence[tuple[float, float, int, int]], prefill: float = 0.0
     ) -> float:
         return drain_s(speed, self.places(load), [(left, context) for left, context, _, _ in held], prefill)
-
-
-def _may_hold(most: float, context: float, count: float) -> int:
-    """Sequences like the `count` that an instance runs, so that the context of all stays below `most` for a while."""
-    spare = most - context - GROWTH * (count + 1)
-    return max(1, int(count + spare / (context / max(1.0, count) + GROWTH)))

@@ -98,11 +98,18 @@ class Balancing:
 
     # ---- shown
 
-    def assign(self, batch: Batch, loads: Sequence[InstanceLoad], coming: int = 0, near: str = "") -> list[int]:
+    def assign(
+        self,
+        batch: Batch,
+        loads: Sequence[InstanceLoad],
+        coming: int = 0,
+        near: str = "",
+        elapsed_s: float | None = None,
+    ) -> list[int]:
         """The policy's picks for a batch's waiting samples, which it may put in another order first.
 
         `coming`: instances that will take part and are not among `loads` yet. `near`: the one that has what a lone
-        sample's prompt begins with.
+        sample's prompt begins with. `elapsed_s`: since the planned step began.
         """
         if len(batch.moved) > 1:
             rows = list(batch.moved)
@@ -115,6 +122,7 @@ class Balancing:
             moved=len(batch.moved),
             coming=coming,
             near=next((k for k, load in enumerate(loads) if load.instance == near), -1) if near else -1,
+            elapsed_s=elapsed_s,
         )
         return ask_picks(self.policy, queue, loads)
 

@@ -69,7 +69,8 @@ class Dispatching:
                 continue
             self._try_suspects(batch, rows)
             loads = self._loads(batch)
-            picks = self._balancing.assign(batch, loads, self._coming(batch), self._near(batch) if lone else "")
+            near = self._near(batch) if lone else ""
+            picks = self._balancing.assign(batch, loads, self._coming(batch), near, self._windows.elapsed_s())
             for pick in picks:
                 self._place(batch, loads[pick].instance, rows)
             if lone and not picks:

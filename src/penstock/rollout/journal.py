@@ -170,8 +170,8 @@ class WindowFitted(_Record, tag=13):
     """What is known of the window for a number of remote instances; the last record of a number counts."""
 
     fleet: int
-    plan: dict[str, float] | None = None
-    """Fields of a `Plan`."""
+    plan: dict[str, float | dict[str, float]] | None = None
+    """Fields of a `Plan`; its limits by name."""
     correction_s: float | None = None
     window_s: float | None = None
     """Where no plan was to be had."""

@@ -51,7 +51,7 @@ DAMPING = 2.0
 """Without a plan the window grows by the difference of the two waits over this: eta in RLBoost's Algorithm 1. A second
 more on one side is about a second less on the other, so that half the difference settles it."""
 MOST_REPLAYED = 1024
-"""Samples in one replay: a plan takes about twenty of them, each some microseconds a sample, and while one of them runs
+"""Samples in one replay: a plan takes some seventy of them, each some microseconds a sample, and while one of them runs
 the manager does nothing else."""
 
 
@@ -262,7 +262,7 @@ class Offload:
                 return None
             step_s: float | None = None
             for best in search(facts.groups, facts.prompt_tokens, remote, facts.reserved, facts.training, near):
-                step_s = best.step_s
+                step_s = best.step_s if best is not None else None
                 yield
             return step_s
 

@@ -2,9 +2,11 @@
 
 The trainer can only take complete groups, so two things trade against each other. Wide batches have the most tokens a
 second, and finish their first groups late: the trainer starves early, and the remote machines idle at the end. Narrow
-ones finish groups one after another, and waste the machines. What is best depends on speeds, lengths and training, and
-all three are learned. So the last step's answers are replayed on the machines that are there, with learned speeds, for
-a handful of choices, and the one with the shortest step is taken.
+ones finish groups one after another, and waste the machines. So an engine begins wide, while contexts are short and a
+wide batch costs little, and is given nothing more until it has narrowed: its `Limits` change over the window, remote
+and reserved engines apart. What is best depends on speeds, lengths and training, and all three are learned. So the last
+step's answers are replayed on the machines that are there, with learned speeds, for some dozens of choices, and the one
+with the shortest step is taken.
 
 Decides nothing but the `Plan`; refuses to know instances, samples and clocks. One replay costs a few microseconds a
 sample.
@@ -14,18 +16,30 @@ from __future__ import annotations
 
 import heapq
 import math
+import random
+import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.rollout.curves import Speed
 
-__all__ = ["WIDTHS", "Engine", "Plan", "Training", "best_plan", "replay", "search"]
+__all__ = ["ONE_BY_ONE", "Engine", "Limits", "Plan", "Training", "best_plan", "replay", "search"]
 
 WIDTHS = (0.06, 0.09, 0.13, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0)
-"""Shares of an engine's places; neighbours differ by about the square root of two, and the optimum is flat."""
-WINDOWS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.65, 0.9)
+"""Shares of an engine's places that reserved engines alone look at; the optimum is flat."""
+REMOTE = ((1.0, 1.0), (0.5, 0.25), (0.25, 0.25), (0.25, 0.09), (0.13, 0.13))
+"""Limits of the remote engines looked at first, begin and end."""
+RESERVED = ((1.0, 0.03), (0.35, 1.0), (1.0, 1.0))
+"""Of the reserved ones: to let in all at first and then nobody, so that they narrow; or the other way round."""
+WINDOWS = (0.1, 0.2, 0.3, 0.45, 0.65, 0.9, 1.2)
 """First looked at, as shares of the training time."""
+STEPS = (2.0, 0.5)
+"""By which each limit is multiplied after that, one at a time."""
+FINE_STEPS = (1.4, 0.7)
+"""The same about a plan of the step before."""
+LEAST = 0.01
+"""Lowest limit: one at a time."""
 GROWTH = 256
 """Tokens that an engine keeps free for each running sequence when it lets another in, about as SGLang and vLLM do."""
 SLIVER = 1e-3
@@ -35,14 +49,12 @@ WAITING = 8
 IDLE_COUNTS = 0.1
 """A second in which remote machines idle at the end, against one of the step: of plans about as long, the one that
 keeps them busy is the less wide, and a wide one loses more where lengths turn out otherwise."""
-ELSEWHERE = (0.13, 0.25, 1.0)
-"""Widths looked at whatever was best before."""
-PACES = (0.55, 0.65, 0.8, 0.95)
-"""Paces looked at, as shares of the decode step of an engine that is full."""
-PACED_WIDTHS = (0.35, 0.5)
-"""Widths looked at with a pace: a wide start costs little while answers are short, and the pace narrows it."""
 FINER = (0.05, -0.05, 0.025, -0.025)
-"""Then around the best."""
+"""Of the training time: then around the best window."""
+CHANCES = 3
+"""Replays of a choice."""
+BUCKET = 64
+"""Tokens between two entries in the table of what may be left of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +81,42 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """`width`: share of its places that an engine fills with fresh samples. All else in seconds."""
+class Limits:
+    """How many samples an engine may hold to be given one more, as a share of its places: `begin` when the step does,
+    then step by step to `end` at the window's, by equal factors in equal times, and so it stays.
 
-    width: float
+    Nobody is taken off where more are held: an engine narrows as its samples end. Prompts let in first run in a batch
+    that grows ever faster, and are whole when the trainer wants them.
+    """
+
+    begin: float = 1.0
+    end: float = 1.0
+
+    def samples(self, places: int, elapsed_s: float, window_s: float) -> int:
+        """Of an engine with so many places; at least 1."""
+        if elapsed_s >= window_s or self.begin == self.end:
+            share = self.end
+        else:
+            share = self.begin * (self.end / self.begin) ** (max(0.0, elapsed_s) / window_s)
+        return max(1, round(share * places))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All but limits and shares in seconds."""
+
+    remote: Limits
+    reserved: Limits
     window_s: float
     step_s: float = 0.0
     trainer_wait_s: float = 0.0
     remote_wait_s: float = 0.0
     finished: float = 0.0
     """Share of the samples that are finished when the window ends."""
-    pace_s: float = math.inf
-    """Longest decode step: what would make it longer waits, those of the prompts with the most to come first."""
+
+
+ONE_BY_ONE = Plan(Limits(0.0, 0.0), Limits(0.0, 0.0), 0.0)
+"""While a plan is being made: what is given late waits for a moment, what is given early can't be taken back."""
 
 
 @dataclass(slots=True)
@@ -90,6 +126,8 @@ class _Running:
     engine: Engine
     remote: bool
     at_s: float
+    limits: Limits
+    window_s: float
     steps: float = 0.0
     context: float = 0.0
     ends: list[tuple[float, int, float, int]] = field(default_factory=list)
@@ -97,22 +135,13 @@ class _Running:
     """Sequences so far, which is the last number in `ends`."""
     pending: deque[tuple[float, int, float]] = field(default_factory=deque)
     """(tokens left, group, prompt and full length) of those that memory has no room for."""
-    fresh_room: int = 0
-    pace_s: float = math.inf
-    parked: list[tuple[float, int, float]] = field(default_factory=list)
-    """Taken off to keep its pace, and not yet waiting with the others."""
-    rank: Sequence[float] = ()
-    """Of groups, where there is a pace: what is of the last ones is taken off first."""
-
-    def most(self, count: int) -> float:
-        return most_context(self.engine.speed, self.pace_s, self.engine.memory, count)
 
     def due(self) -> float:
         """When its next sequence ends, or its memory is full."""
         count = len(self.ends)
         steps = max(0.0, self.ends[0][0] - self.steps)
-        if count > 1 and self.context + steps * count > self.most(count):
-            steps = max(0.0, (self.most(count) - self.context) / count) + SLIVER
+        if count > 1 and self.context + steps * count > self.engine.memory:
+            steps = max(0.0, (self.engine.memory - self.context) / count) + SLIVER
         return self.at_s + self.engine.speed.wall_s(steps, count, self.context)
 
     def advance(self, now: float) -> None:
@@ -127,13 +156,14 @@ class _Running:
             self.at_s = now
 
     @property
-    def may_have(self) -> int:
-        """Fresh sequences are given to it up to so many in all."""
-        return min(self.fresh_room, len(self.ends) + WAITING) if self.pending else self.fresh_room
-
-    @property
     def held(self) -> int:
         return len(self.ends) + len(self.pending)
+
+    def takes(self) -> bool:
+        """Whether it would be given one that waits."""
+        if len(self.pending) >= WAITING:
+            return False
+        return self.held < self.limits.samples(self.engine.places, self.at_s, self.window_s)
 
     def give(self, left: float, group: int, full: float) -> None:
         """`full`: context at its end."""
@@ -142,17 +172,14 @@ class _Running:
 
     def settle(self) -> None:
         """Puts back what does not fit, and lets in what does."""
-        while len(self.ends) > 1 and self.context > self.most(len(self.ends)):
+        while len(self.ends) > 1 and self.context > self.engine.memory:
             # An engine puts back the last one in.
-            last = max(self.ends, key=lambda end: (self.rank[end[1]] if self.rank else 0, end[3]))
+            last = max(self.ends, key=lambda end: end[3])
             self.ends.remove(last)
             heapq.heapify(self.ends)
             left = last[0] - self.steps
             self.context -= last[2] - left
-            if self.rank:
-                self.parked.append((left, last[1], last[2]))
-            else:
-                self.pending.appendleft((left, last[1], last[2]))
+            self.pending.appendleft((left, last[1], last[2]))
         while self.pending and self._fits(self.pending[0]):
             left, group, full = self.pending.popleft()
             has = full - left
@@ -167,20 +194,11 @@ class _Running:
             return True
         if count >= self.engine.places:
             return False
-        return self.context + sequence[2] - sequence[0] + GROWTH * (count + 1) <= self.most(count + 1)
+        return self.context + sequence[2] - sequence[0] + GROWTH * (count + 1) <= self.engine.memory
 
-    def takes(self, sequence: tuple[float, int, float]) -> bool:
-        """Whether it would be given one that waits."""
-        if self.rank:
-            return not self.pending and self._fits(sequence)
-        return self.held < self.engine.places and len(self.pending) < WAITING
-
-
-def most_context(speed: Speed, pace_s: float, memory: float, count: float) -> float:
-    """Tokens of context with which a decode step of so many sequences keeps the pace, and fits."""
-    if math.isinf(pace_s) or speed.context_s <= 0:
-        return memory
-    return min(memory, max(0.0, (pace_s - speed.base_s - count * speed.sequence_s) / speed.context_s))
+    def rows(self) -> list[tuple[float, int, float]]:
+        """What it holds, as (tokens left, group, prompt and full length)."""
+        return [(max(0.0, end - self.steps), group, full) for end, group, full, _ in self.ends] + list(self.pending)
 
 
 def replay(
@@ -189,55 +207,41 @@ def replay(
     remote: Sequence[Engine],
     reserved: Sequence[Engine],
     training: Training,
-    width: float,
+    limits: tuple[Limits, Limits],
     window_s: float,
-    pace_s: float = math.inf,
 ) -> Plan:
-    """The step that a choice leads to. `groups`: lengths of answers, by prompt.
+    """The step that a choice leads to. `groups`: lengths of answers, by prompt. `limits`: remote, reserved.
 
     The reserved engines generate until `window_s`, or to the end where there is no remote engine.
     """
     if not remote:
-        window_s = float("inf")
+        window_s = math.inf
     waiting = deque(
         (float(length), group, prompt_tokens + length) for group, row in enumerate(groups) for length in row
     )
-    # Those of the group with the least in all first.
-    rank = [float(sum(row)) for row in groups]
-    paced = not math.isinf(pace_s)
-    moved: list[tuple[float, tuple[float, int, float]]] = []
-    engines = [_Running(engine, True, engine.starts_s) for engine in remote]
+    moved: deque[tuple[float, int, float]] = deque()
+    engines = [_Running(engine, True, engine.starts_s, limits[0], window_s) for engine in remote]
     if window_s > 0:
-        engines += [_Running(engine, False, engine.starts_s) for engine in reserved]
-    for engine in engines:
-        engine.fresh_room = max(1, round(width * engine.engine.places))
-        engine.pace_s, engine.rank = pace_s, rank if paced else ()
+        engines += [_Running(engine, False, engine.starts_s, limits[1], window_s) for engine in reserved]
     missing = [len(row) for row in groups]
     complete: list[tuple[float, int]] = []
     events: list[tuple[float, int]] = []
 
-    def wait(rows: list[tuple[float, int, float]]) -> None:
-        for row in rows:
-            heapq.heappush(moved, (rank[row[1]], row))
-
     def fill(index: int) -> None:
         engine = engines[index]
         engine.settle()
-        while moved and engine.takes(moved[0][1]):
-            engine.give(*heapq.heappop(moved)[1])
-        while not moved and waiting and engine.held < engine.may_have and (not paced or engine.takes(waiting[0])):
+        while moved and engine.takes():
+            engine.give(*moved.popleft())
+        while not moved and waiting and engine.takes():
             engine.give(*waiting.popleft())
-        if engine.parked:
-            wait(engine.parked)
-            engine.parked.clear()
         if engine.ends:
             heapq.heappush(events, (engine.due(), index))
 
     # A prompt to each in turn, as replicas are kept together.
-    while waiting and any(engine.held < engine.may_have for engine in engines):
+    while waiting and any(engine.takes() for engine in engines):
         for engine in engines:
             prompt = waiting[0][1] if waiting else -1
-            while waiting and waiting[0][1] == prompt and engine.held < engine.may_have:
+            while waiting and waiting[0][1] == prompt and engine.takes():
                 engine.give(*waiting.popleft())
     for index in range(len(engines)):
         fill(index)
@@ -250,15 +254,15 @@ def replay(
         if open_window and now >= window_s:
             open_window = False
             finished = 1 - sum(missing) / samples
-            wait(_hand_over([engine for engine in engines if not engine.remote], window_s))
-            engines = [engine for engine in engines if engine.remote]
-            events.clear()
             for engine in engines:
                 engine.advance(window_s)
-            while moved and any(engine.takes(moved[0][1]) for engine in engines):
+            moved.extend(_least_left_first(groups, prompt_tokens, engines))
+            engines = [engine for engine in engines if engine.remote]
+            events.clear()
+            while moved and any(engine.takes() for engine in engines):
                 for engine in engines:
-                    if moved and engine.takes(moved[0][1]):
-                        engine.give(*heapq.heappop(moved)[1])
+                    if moved and engine.takes():
+                        engine.give(*moved.popleft())
             for index in range(len(engines)):
                 fill(index)
             continue
@@ -279,8 +283,8 @@ def replay(
             complete.append((now, int(tokens)))
         fill(index)
     window_s = min(window_s, last_s)
-    plan = _trained(complete, len(groups[0]), training, width, window_s, last_s)
-    return replace(plan, finished=finished, pace_s=pace_s)
+    step_s, wait_s = _trained(complete, len(groups[0]), training, window_s)
+    return Plan(*limits, window_s, step_s, wait_s, max(0.0, step_s - last_s), finished)
 
 
 def best_plan(
@@ -295,7 +299,10 @@ def best_plan(
 
     `near`: the last plan, around which to look. Without one, everything is looked at.
     """
-    return deque(search(groups, prompt_tokens, remote, reserved, training, near), maxlen=1).pop()
+    found = deque(search(groups, prompt_tokens, remote, reserved, training, near), maxlen=1).pop()
+    if found is None:
+        raise ValueError("nothing to plan: there are no answers")
+    return found
 
 
 def search(
@@ -305,95 +312,120 @@ def search(
     reserved: Sequence[Engine],
     training: Training,
     near: Plan | None = None,
-) -> Iterator[Plan]:
+) -> Iterator[Plan | None]:
     """`best_plan`, one replay at a time: the best so far after each. Whoever may not stand still does others' work
-    in between."""
+    in between. A choice is replayed `CHANCES` times, for steps that might as well have been: what is best for the very
+    answers of one step is worth less in the next."""
     train_s = training.token_s * sum(sum(row) + prompt_tokens * len(row) for row in groups)
-    longest = prompt_tokens + max(max(row) for row in groups)
-    full_s = max((_full_s(engine, longest) for engine in (*remote, *reserved)), default=0.0)
+    chances = _chances(groups, CHANCES)
     best: Plan | None = None
 
-    def looked(width: float, window_s: float, pace_s: float = math.inf) -> Plan:
+    def looked(limits: tuple[Limits, Limits], window_s: float) -> Generator[Plan | None, None, Plan]:
         nonlocal best
-        plan = replay(groups, prompt_tokens, remote, reserved, training, width, max(0.0, window_s), pace_s)
+        plans: list[Plan] = []
+        for chance in chances:
+            if plans:
+                yield best
+            plans.append(replay(chance, prompt_tokens, remote, reserved, training, limits, max(0.0, window_s)))
+        plan = _mean(plans)
         if best is None or _loss_s(plan) < _loss_s(best):
             best = plan
+        yield best
         return best
 
     if not remote:
         for width in WIDTHS:
-            yield looked(width, 0.0)
+            yield from looked((Limits(width, width), Limits(width, width)), 0.0)
         return
     if near is None:
-        found = looked(WIDTHS[-1], 0.0)
-        yield found
-        for width in WIDTHS[::2]:
+        found = yield from looked((Limits(), Limits()), 0.0)
+        for begin, end in REMOTE:
             for share in WINDOWS:
-                found = looked(width, share * train_s)
-                yield found
-        window_s = found.window_s
-        for pace in PACES:
-            for width in PACED_WIDTHS:
-                for part in (1.0, 0.85):
-                    found = looked(width, part * window_s, pace * full_s)
-                    yield found
+                found = yield from looked((Limits(begin, end), Limits(*RESERVED[0])), share * train_s)
+        rounds: tuple[tuple[float, ...], ...] = (STEPS, FINE_STEPS)
     else:
-        found = looked(near.width, near.window_s, near.pace_s)
-        yield found
+        found = yield from looked((near.remote, near.reserved), near.window_s)
         for share in (0.15, -0.15):
-            found = looked(found.width, found.window_s + share * train_s, found.pace_s)
-            yield found
-        # Wide and narrow each have a valley of their own; lengths and fleets decide which is deeper.
+            found = yield from looked((found.remote, found.reserved), found.window_s + share * train_s)
+        # Each shape has a valley of its own; lengths and fleets decide which is deepest.
         window_s = found.window_s
-        for width in ELSEWHERE:
+        for pair in REMOTE:
             for part in (1.0, 0.85):
-                found = looked(width, part * window_s)
-                yield found
-        for pace in PACES:
-            found = looked(PACED_WIDTHS[-1], window_s, pace * full_s)
-            yield found
-    at = min(range(len(WIDTHS)), key=lambda k: abs(WIDTHS[k] - found.width))
-    for width in WIDTHS[max(0, at - 1) : at + 2]:
-        found = looked(width, found.window_s, found.pace_s)
-        yield found
-    if not math.isinf(found.pace_s):
-        for pace in (1.1, 0.9):
-            found = looked(found.width, found.window_s, pace * found.pace_s)
-            yield found
-    for share in FINER:
-        found = looked(found.width, found.window_s + share * train_s, found.pace_s)
-        yield found
+                found = yield from looked((Limits(*pair), Limits(*RESERVED[0])), part * window_s)
+        rounds = (FINE_STEPS,)
+    for pair in RESERVED[1:]:
+        found = yield from looked((found.remote, Limits(*pair)), found.window_s)
+    for factors in rounds:
+        for which in range(4):
+            for factor in factors:
+                before = found
+                limits = _changed((before.remote, before.reserved), which, factor)
+                if limits != (before.remote, before.reserved):
+                    found = yield from looked(limits, before.window_s)
+                if found is not before:
+                    break
+        for share in FINER:
+            found = yield from looked((found.remote, found.reserved), found.window_s + share * train_s)
 
 
-def _full_s(engine: Engine, longest: float) -> float:
-    """A decode step of an engine that is full of answers half way through."""
-    count = min(float(engine.places), 2 * engine.memory / longest)
-    return engine.speed.step_s(count, count * longest / 2)
+def _mean(plans: Sequence[Plan]) -> Plan:
+    """Of the same choice."""
+    return replace(
+        plans[0],
+        window_s=statistics.fmean(plan.window_s for plan in plans),
+        step_s=statistics.fmean(plan.step_s for plan in plans),
+        trainer_wait_s=statistics.fmean(plan.trainer_wait_s for plan in plans),
+        remote_wait_s=statistics.fmean(plan.remote_wait_s for plan in plans),
+        finished=statistics.fmean(plan.finished for plan in plans),
+    )
+
+
+def _chances(groups: Sequence[Sequence[int]], count: int) -> list[list[Sequence[int]]]:
+    """Steps that might as well have been: each of as many prompts, drawn so that all together hold each prompt equally
+    often (the balanced bootstrap of Davison, Hinkley and Schechtman, 1986)."""
+    drawn = [row for row in groups for _ in range(count)]
+    random.Random(0).shuffle(drawn)
+    return [drawn[k::count] for k in range(count)]
+
+
+def _changed(limits: tuple[Limits, Limits], which: int, factor: float) -> tuple[Limits, Limits]:
+    """One of the four numbers multiplied."""
+    shares = [limits[0].begin, limits[0].end, limits[1].begin, limits[1].end]
+    shares[which] = min(1.0, max(LEAST, shares[which] * factor))
+    return Limits(shares[0], shares[1]), Limits(shares[2], shares[3])
 
 
 def _loss_s(plan: Plan) -> float:
     return plan.step_s + IDLE_COUNTS * plan.remote_wait_s
 
 
-def _hand_over(reserved: Sequence[_Running], now: float) -> list[tuple[float, int, float]]:
-    """What the reserved engines hold."""
-    rows = []
-    for engine in reserved:
-        engine.advance(now)
-        rows += [(max(0.0, end - engine.steps), group, full) for end, group, full, _ in engine.ends]
-        rows += engine.pending
-    return rows
+def _least_left_first(
+    groups: Sequence[Sequence[int]], prompt_tokens: float, engines: Sequence[_Running]
+) -> list[tuple[float, int, float]]:
+    """What the reserved engines hold, in the order in which it will go out: by what is expected to come of a prompt's
+    unfinished answers, which is all that is known of them when it has to be decided."""
+    lengths = sorted(length for row in groups for length in row)
+    table, above, total = [], 0, sum(lengths)
+    for tokens in range(0, lengths[-1] + BUCKET, BUCKET):
+        while above < len(lengths) and lengths[above] <= tokens:
+            total -= lengths[above]
+            above += 1
+        count = len(lengths) - above
+        table.append(total / count - tokens if count else 1.0)
+    left: dict[int, float] = {}
+    for engine in engines:
+        for rest, group, full in engine.rows():
+            so_far = min(len(table) - 1, int((full - prompt_tokens - rest) / BUCKET))
+            left[group] = left.get(group, 0.0) + table[max(0, so_far)]
+    rows = [row for engine in engines if not engine.remote for row in engine.rows()]
+    return sorted(rows, key=lambda row: left[row[1]])
 
 
 def _trained(
-    complete: Sequence[tuple[float, int]],
-    per_group: int,
-    training: Training,
-    width: float,
-    window_s: float,
-    last_s: float,
-) -> Plan:
-    """The trainer's side: micro-batches of at least so many samples, begun once they are complete."""
+    complete: Sequence[tuple[float, int]], per_group: int, training: Training, window_s: float
+) -> tuple[float, float]:
+    """When the step ends, and how long the trainer waits: micro-batches of at least so many samples, begun once they
+    are complete."""
     needed = -(-training.micro_batch_samples // per_group)
     clock = window_s + (training.switch_s if window_s > 0 else 0.0)
     wait_s = 0.0
@@ -402,5 +434,4 @@ def _trained(
         there_s = part[-1][0]
         wait_s += max(0.0, there_s - clock)
         clock = max(clock, there_s) + training.token_s * sum(tokens for _, tokens in part)
-    step_s = clock + training.rest_s
-    return Plan(width, window_s, step_s, wait_s, max(0.0, step_s - last_s))
+    return clock + training.rest_s, wait_s

@@ -7,7 +7,9 @@ are learned anew within a step or two, and until then the plans hold. Pure; refu
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
+
+import msgspec
 
 from penstock.rollout.journal import WindowFitted
 from penstock.rollout.offload import FixedWindow, Offload
@@ -44,10 +46,10 @@ class WindowMemory:
         """The policy that the rows are of."""
         self.rows = dict(rows)
         policy = Offload()
-        known = {field.name for field in fields(Plan)}
         for fleet, row in rows.items():
-            if row.plan is not None:
-                policy.plans[fleet] = Plan(**{name: value for name, value in row.plan.items() if name in known})
+            if row.plan is not None and "remote" in row.plan:
+                # Plans of before limits had other fields, and are made anew.
+                policy.plans[fleet] = msgspec.convert(row.plan, Plan)
             if row.correction_s is not None:
                 policy.corrections[fleet] = row.correction_s
             if row.window_s is not None:

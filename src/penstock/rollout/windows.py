@@ -36,7 +36,7 @@ from penstock.rollout.fleet import Fleet, Instance, State
 from penstock.rollout.journal import WindowFitted
 from penstock.rollout.offload import Facts, FixedWindow, Offload, Window, WindowView
 from penstock.rollout.outbox import TRAINER, Outbox
-from penstock.rollout.plan import WIDTHS, Engine, Plan, Training
+from penstock.rollout.plan import ONE_BY_ONE, Engine, Plan, Training
 from penstock.rollout.step_times import StepAccount
 from penstock.rollout.tracker import Tracker
 from penstock.rollout.window_memory import WindowMemory
@@ -309,6 +309,11 @@ class Windows:
             elif cause := self._why_generate(step):
                 self._open(step, cause)
 
+    def elapsed_s(self) -> float | None:
+        """Since the step began; None where none is open, or one that nobody plans, as an evaluation is."""
+        step = self._step
+        return self._out.now - step.account.began_s if step is not None and step.whole and not step.ended else None
+
     def think(self) -> None:
         """One bit of the plan that is being made: some milliseconds. Once it is made, it is followed."""
         thinking, step = self._thinking, self._step
@@ -469,7 +474,7 @@ class Windows:
             self._widen(known)
         elif facts is not None:
             # What is given too late waits for a moment. What is given too early can't be taken back.
-            self._widen(Plan(width=WIDTHS[0], window_s=0.0))
+            self._widen(ONE_BY_ONE)
 
     def _first_plan(self, fleet: int) -> bool:
         """A plan for so many remote instances is being made, and there was none before: it is a moment's wait."""

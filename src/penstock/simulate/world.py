@@ -204,6 +204,7 @@ class World:
             samples_per_prompt=self.profile.samples_per_prompt,
             moved=len(step.moved),
             coming=self.remotes.coming() + (len(self.reserved) if self._opening else 0),
+            elapsed_s=self.clock.now - step.began_s,
         )
         given: dict[str, Machine] = {}
         for pick in ask_picks(self.strategy.balance, queue, self.loads(machines)):
