@@ -56,6 +56,7 @@ async def test_a_step_shared_with_a_remote_machine_completes_on_the_runs_own_eng
                 lambda: (row := row_of(house, "spot")) is not None and row.tokens_accepted > 0, "its work"
             )
             remote.kill()
+            assert not collected.ended.is_set(), "it dies at work"
             shared = await house.finish("step", collected)
         finally:
             if remote.returncode is None:
