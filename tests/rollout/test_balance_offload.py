@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Generator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.rollout.curves import Speed
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
 from penstock.rollout.offload import Facts, FixedWindow, Offload, Predictor, StepTimes, WindowView, thinned
-from penstock.rollout.plan import ONE_BY_ONE, Engine, Limits, Training, best_plan, replay
+from penstock.rollout.plan import ONE_BY_ONE, Engine, Limits, Training, best_plan, replay, search
 
 SPEED = Speed(0.01, 1e-4, 1e-6, 1e-5)
 GROUPS = [[100 + 37 * (k * 4 + r) % 500 for r in range(4)] for k in range(32)]
@@ -104,6 +105,18 @@ def test_limits_that_change_within_a_step_make_it_shorter() -> None:
     constant_s = min(step_s((Limits(share, share), Limits(share, share))) for share in (0.12, 0.25, 0.5, 1.0))
     falling_s = min(step_s((Limits(share, share / 3), Limits(1.0, 0.03))) for share in (0.25, 0.5, 1.0))
     assert falling_s < 0.99 * constant_s
+
+
+def test_a_plan_of_short_steps_costs_little_of_them() -> None:
+    near = best_plan(GROUPS, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING)
+
+    def replays(step_s: float) -> int:
+        last = replace(near, step_s=step_s)
+        return sum(1 for _ in search(GROUPS, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING, last))
+
+    assert replays(0.01) == 3
+    assert 3 < replays(1.0) <= 16
+    assert replays(100.0) > 40
 
 
 def test_what_is_handed_over_goes_out_by_what_is_expected_and_not_by_what_will_come() -> None:

@@ -53,6 +53,13 @@ FINER = (0.05, -0.05, 0.025, -0.025)
 """Of the training time: then around the best window."""
 CHANCES = 3
 """Replays of a choice."""
+THOUGHT = 0.02
+"""Share of a step that a plan about the last one may cost: in steps of a second, machines that generate need the
+processor more."""
+REPLAY_S = 1e-5
+"""Of a processor, for each sample in a replay, about."""
+FEWEST = 3
+"""Choices that are looked at however short steps are."""
 BUCKET = 64
 """Tokens between two entries in the table of what may be left of an answer."""
 
@@ -317,11 +324,17 @@ def search(
     in between. A choice is replayed `CHANCES` times, for steps that might as well have been: what is best for the very
     answers of one step is worth less in the next."""
     train_s = training.token_s * sum(sum(row) + prompt_tokens * len(row) for row in groups)
-    chances = _chances(groups, CHANCES)
+    samples = sum(len(row) for row in groups)
+    most = THOUGHT * near.step_s / (REPLAY_S * samples) if near is not None else math.inf
+    chances = _chances(groups, CHANCES if most >= CHANCES * len(REMOTE) * len(STEPS) else 1)
     best: Plan | None = None
+    choices = 0
 
     def looked(limits: tuple[Limits, Limits], window_s: float) -> Generator[Plan | None, None, Plan]:
-        nonlocal best
+        nonlocal best, choices
+        if best is not None and choices >= max(FEWEST, most / len(chances)):
+            return best
+        choices += 1
         plans: list[Plan] = []
         for chance in chances:
             if plans:
