@@ -386,8 +386,8 @@ def test_whatever_happens_a_step_ends_and_no_engine_runs_while_the_trainer_has_i
     assert all(event.cause for event in world.told("opened") + world.told("closed"))
 
 
-def waited_for(world: TurnWorld, batch: str, own: SimulatedAgent, spot: SimulatedAgent, plays: int) -> None:
-    """A step whose trainer waits two seconds for the remote instance, which goes on alone."""
+def generated(world: TurnWorld, batch: str, own: SimulatedAgent, spot: SimulatedAgent, plays: int) -> None:
+    """A batch is submitted, both generate for a tenth of a second a play, and the trainer wants the devices."""
     world.trainer(submit(batch, samples_per_prompt=8, max_new_tokens=60))
     for _ in range(plays):
         world.pass_time(0.1)
@@ -396,6 +396,11 @@ def waited_for(world: TurnWorld, batch: str, own: SimulatedAgent, spot: Simulate
         world.hand_over()
     world.say("wants", batch)
     world.hand_over()
+
+
+def waited_for(world: TurnWorld, batch: str, own: SimulatedAgent, spot: SimulatedAgent, plays: int) -> None:
+    """A step whose trainer waits two seconds for the remote instance, which goes on alone."""
+    generated(world, batch, own, spot, plays)
     world.say("waits", batch)
     world.pass_time(2.0)
     world.play_out()
@@ -576,14 +581,7 @@ def test_a_plan_is_made_bit_by_bit_and_frames_are_answered_in_between() -> None:
     def step(number: int) -> None:
         batch = f"train-{number}"
         world.say("begins", batch)
-        world.trainer(submit(batch, samples_per_prompt=8, max_new_tokens=60))
-        for _ in range(12):
-            world.pass_time(0.1)
-            world.play(own, 1)
-            world.play(spot, 1)
-            world.hand_over()
-        world.say("wants", batch)
-        world.hand_over()
+        generated(world, batch, own, spot, plays=12)
         world.play_out()
         world.hand_over()
         world.pass_time(1.0)

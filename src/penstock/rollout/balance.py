@@ -218,14 +218,10 @@ class ShortestQueue:
         """Samples of an equal load: a machine with twice as much is given twice as many."""
         return load.max_running
 
-    def fresh_room(self, load: InstanceLoad) -> int:
-        """The same for samples that nothing was spent on yet; at most `room`."""
-        return self.room(load)
-
     def _level(self, index: int, loads: Sequence[InstanceLoad]) -> bool:
         """Whether one more on an instance starts at once, and leaves it within `NEAR` of its share of all there is."""
         load = loads[index]
-        if load.pending or load.samples >= min(load.max_running, self.fresh_room(load)):
+        if load.pending or load.samples >= min(load.max_running, self.room(load)):
             return False
         total = sum(self.weight(other) for other in loads)
         share = (1 + sum(other.samples for other in loads)) * self.weight(load) / total
@@ -237,10 +233,10 @@ class ShortestQueue:
         weights = [self.weight(load) for load in loads]
         if not all(weight > 0 for weight in weights):
             raise PolicyError(f"{type(self).__qualname__}.weight gave {weights}; each must be above 0")
-        picks = _deal(moved, held, weights, [self.room(load) for load in loads]) if moved else []
+        rooms = [self.room(load) for load in loads]
+        picks = _deal(moved, held, weights, rooms) if moved else []
         if len(picks) < moved:
             return picks
-        rooms = [self.fresh_room(load) for load in loads]
         if queue.coming and loads:
             rooms = _shared(rooms, held, weights, fresh, queue.coming)
         return picks + _deal(fresh, held, weights, rooms)
