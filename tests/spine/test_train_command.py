@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from penstock.cli import main
-from penstock.cli.run_local import held_out_questions
+from penstock.cli.run_start import held_out_questions
 from penstock.config import load_config
 from penstock.train.warm_start import ensure_model
 

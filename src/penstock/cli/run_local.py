@@ -10,30 +10,38 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__, collector
+from penstock.cli.interrupts import interruptible
 from penstock.cli.run_doors import RunDoors, how_to_join, tokens_of
 from penstock.cli.run_fleet import RunFleet, fleet_file
 from penstock.cli.run_folder import find_run, how_to_go_on, locked, make_folder
 from penstock.cli.run_ranks import RankWatch
 from penstock.cli.run_records import open_metrics, write_model
 from penstock.cli.run_reward_model import open_model_scorer, open_reference_scorer
+from penstock.cli.run_start import (
+    StepPrompts,
+    checkpoint_to_evaluate,
+    checkpoint_to_go_on,
+    held_out_questions,
+    load_tokenizer,
+    stop_ids,
+)
 from penstock.cli.run_watch import RunWatch
 from penstock.config.run import RunConfig
-from penstock.data import PromptOrder, PromptSet, load_train_and_eval, question_text, read_source
+from penstock.data import PromptOrder, PromptSet, load_train_and_eval
 from penstock.environments import EnvironmentHost, load_environment
-from penstock.errors import CheckpointError, ConfigError, EngineError, MissingExtra, PenstockError, RolloutError
+from penstock.errors import CheckpointError, ConfigError, EngineError, PenstockError, RolloutError
 from penstock.instance.builtin.spec import parse_model_spec
 from penstock.observe import events
+from penstock.observe.engine_tokens import tokens_of_engines
 from penstock.observe.log import EventLog, read_events
 from penstock.observe.metrics import read_metrics
 from penstock.observe.samples import SamplesLog
@@ -43,8 +51,7 @@ from penstock.observe.terminal import View, open_view
 from penstock.reward.scorer import Scorer
 from penstock.rollout.client import RolloutClient
 from penstock.rollout.doors import Role, Tokens
-from penstock.sample import Prompt
-from penstock.train.checkpoint import Checkpoints, find_checkpoint, read_position
+from penstock.train.checkpoint import Checkpoints
 from penstock.train.edge import EdgeLoop
 from penstock.train.learner import Learner
 from penstock.train.loop import Trainer, TrainerPorts
@@ -74,7 +81,7 @@ def run(config: RunConfig, resume: str | None, *, eval_only: bool = False) -> in
     Of ranks that torchrun started, the first one does all that; the others learn with it.
     """
     with (
-        _interruptible() as interrupt,
+        interruptible() as interrupt,
         contextlib.closing(Ranks.from_environment()) as ranks,
         contextlib.closing(RankWatch.of(ranks)) as watch,
     ):
@@ -96,9 +103,9 @@ def _run_rank(config: RunConfig, resume: str | None, ranks: Ranks, eval_only: bo
     if eval_only:
         if not config.data.eval:
             raise ConfigError("--eval-only: data.eval is empty, so there is nothing to evaluate on")
-        checkpoint = _checkpoint_to_evaluate(config, resume) if resume else None
+        checkpoint = checkpoint_to_evaluate(config, resume) if resume else None
     else:
-        checkpoint = _checkpoint(config, find_run(config, resume)) if resume else None
+        checkpoint = checkpoint_to_go_on(config, find_run(config, resume)) if resume else None
     folder = checkpoint.parent.parent if checkpoint and not eval_only else make_folder(config)
     with locked(folder):
         return _Run(config, folder, checkpoint, ranks, eval_only).carry_out()
@@ -229,7 +236,7 @@ class _Run:
             weights=store,
             weights_source=source,
             decoder=tokenizer,
-            prompts=_Prompts(train_prompts.prompts, order),
+            prompts=StepPrompts(train_prompts.prompts, order),
             eval_prompts=eval_prompts.prompts,
             eval_sets={
                 prompt.index: config.data.eval[origin].label
@@ -466,149 +473,3 @@ class _Run:
             print(f"go on with: {how_to_go_on(sys.argv[1:], self.folder, self.ranks.size)}")
         else:
             print("no checkpoint was written, so this run can't go on; train.checkpoint_every says how often one is")
-
-
-class _Prompts:
-    """The prompts of each step, by the order's indices."""
-
-    def __init__(self, prompts: list[Prompt], order: PromptOrder) -> None:
-        self._prompts = prompts
-        self._order = order
-
-    def for_step(self, step: int) -> list[Prompt]:
-        return [self._prompts[index] for index in self._order.for_step(step)]
-
-
-# ---- helpers
-
-
-def _checkpoint(config: RunConfig, folder: Path) -> Path:
-    """The checkpoint to go on from. Raises before anything is started where that makes no sense."""
-    path = find_checkpoint(folder)
-    position = read_position(path)
-    if position.run_seed != config.seed:
-        raise ConfigError(f"seed={config.seed}, but {path} is of a run with seed={position.run_seed}")
-    if position.step >= config.train.steps:
-        raise ConfigError(
-            f"train.steps={config.train.steps}, and {path} has done {position.step} steps: nothing is left to do; "
-            "raise train.steps to go on"
-        )
-    return path
-
-
-def _checkpoint_to_evaluate(config: RunConfig, resume: str) -> Path:
-    """The very checkpoint that is named, or the latest of the run that is. Raises CheckpointError."""
-    named = Path(resume)
-    return find_checkpoint(named if named.parent.name == "checkpoints" else find_run(config, resume))
-
-
-def held_out_questions(config: RunConfig) -> frozenset[str]:
-    """The evaluation's questions as text: no demonstration of a warm start may show them."""
-    if not config.model.warm_start.recipe:
-        return frozenset()
-    return frozenset(question_text(row.question) for source in config.data.eval for row in read_source(source))
-
-
-def tokens_of_engines(log: Iterable[events.Event]) -> tuple[int | None, int | None]:
-    """Output tokens that this machine's engines drew, and how many of them the manager took; None if unknown."""
-    drawn: list[int | None] = []
-    accepted = 0
-    local: set[str] = set()
-    exited: set[str] = set()
-    gone: set[str] = set()
-    running: set[tuple[str, int]] = set()
-    """Left over of a run that was killed and went on: what its engines had drawn, they told nobody."""
-    journaled = whole = True
-    """What managers that died had taken is known."""
-    told = True
-    """So is what earlier parts of the run had."""
-    resumed = False
-    for event in log:
-        if isinstance(event, events.RunStarted):
-            # Engines have the names of those of the part before.
-            told, resumed = told and exited <= gone, bool(local)
-            exited.clear()
-            gone.clear()
-        elif isinstance(event, events.EngineStarted):
-            local.add(event.name)
-            running.add((event.name, event.pid))
-        elif isinstance(event, events.EngineExited):
-            running.discard((event.name, event.pid))
-            drawn.append(event.tokens_drawn)
-            if event.tokens_drawn:
-                exited.add(event.name)
-        elif isinstance(event, events.ManagerChanged) and event.state == "restarted":
-            # What it had of each engine when it died, its journal says, or nobody.
-            journaled = resumed = False
-        elif isinstance(event, events.Warned) and event.where == "journal":
-            # Tokens were taken that it has not, or had to be left out.
-            whole = False
-        elif isinstance(event, events.ManagerRecovered):
-            journaled = whole
-            accepted = sum(tokens for name, tokens in event.accepted.items() if name in local)
-            if resumed:
-                told = whole
-            else:
-                gone |= event.accepted.keys()
-        elif isinstance(event, events.InstanceChanged) and event.after == "gone" and event.name in local:
-            accepted += event.tokens_accepted
-            gone.add(event.name)
-    known = [count for count in drawn if count is not None]
-    if not known or len(known) < len(drawn) or running or not journaled:
-        return None, None
-    # A run that breaks off may not hear what the manager had of its engines.
-    return sum(known), accepted if told and exited <= gone else None
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer. Raises MissingExtra or CheckpointError."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise MissingExtra("transformers", "train", "training") from error
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder} has no tokenizer that transformers can load: {error}") from error
-
-
-def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """End-of-sequence ids: the tokenizer's, and those of generation_config.json where there is one."""
-    found = {tokenizer.eos_token_id} - {None}
-    path = folder / "generation_config.json"
-    if path.is_file():
-        try:
-            ids = json.loads(path.read_text()).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path} is broken: {error}") from error
-        found |= set(ids) if isinstance(ids, list) else {ids} - {None}
-    return tuple(sorted(int(token) for token in found))
-
-
-@dataclass
-class _Interrupt:
-    at: float | None = None
-    """When this process was told to end, as time.monotonic() has it."""
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[_Interrupt]:
-    """SIGTERM and a lost terminal end a run as Ctrl-C does; while it ends, further ones do not interrupt that."""
-    told = _Interrupt()
-    if threading.current_thread() is not threading.main_thread():
-        yield told
-        return
-
-    def interrupt(number: int, frame: Any) -> None:
-        if told.at is None:
-            told.at = time.monotonic()
-            raise KeyboardInterrupt
-
-    before: dict[signal.Signals, Callable[..., Any] | int | None] = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        before[number] = signal.signal(number, interrupt)
-    try:
-        yield told
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

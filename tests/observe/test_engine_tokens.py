@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.cli.run_local import tokens_of_engines
 from penstock.observe import events
+from penstock.observe.engine_tokens import tokens_of_engines
 
 ENGINES = ("engine-0", "engine-1")
 STARTED = [events.EngineStarted(ts=0.0, name=name, pid=1, cause="start") for name in ENGINES]
