@@ -19,9 +19,9 @@ from penstock.config.run import (
     RolloutConfig,
     SamplingConfig,
     SourceConfig,
-    TrainConfig,
 )
 from penstock.config.toml import parse_value, write_toml
+from penstock.config.train import TrainConfig
 from penstock.errors import ConfigError
 
 LEAST = """

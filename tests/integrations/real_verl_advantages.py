@@ -13,7 +13,7 @@ import torch
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 
-from penstock.config.run import TrainConfig
+from penstock.config.train import TrainConfig
 from penstock.train.advantages import Outcomes, get_advantage
 from penstock.train.critic import value_loss
 from penstock.train.losses import steered_kl_coef

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock.config.run import LoraConfig
+from penstock.config.train import LoraConfig
 from penstock.errors import CheckpointError
 from penstock.train.critic import ValueModel
 from penstock.train.forward import TokenScorer

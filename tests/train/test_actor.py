@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config.run import TrainConfig
+from penstock.config.train import TrainConfig
 from penstock.errors import CheckpointError, ConfigError
 from penstock.train.actor import Actor, pick_device
 from penstock.train.batching import PassBatch, collate, split_passes

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config.run import TrainConfig
+from penstock.config.train import TrainConfig
 from penstock.errors import CheckpointError, StorageError
 from penstock.train import checkpoint as checkpoint_module
 from penstock.train.actor import Actor

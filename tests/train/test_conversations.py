@@ -15,7 +15,7 @@ import torch
 from fakes import FakeRollout, FakeScorer
 from runs import MakeRun, Run
 
-from penstock.config.run import TrainConfig
+from penstock.config.train import TrainConfig
 from penstock.environments import Observation, Turn
 from penstock.environments.outcome import outcome
 from penstock.errors import RolloutError

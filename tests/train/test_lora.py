@@ -10,7 +10,7 @@ import pytest
 import torch
 from runs import MakeRun
 
-from penstock.config.run import TrainConfig
+from penstock.config.train import TrainConfig
 from penstock.errors import CheckpointError, ConfigError, MissingExtra
 from penstock.train.actor import Actor
 from penstock.train.batching import collate

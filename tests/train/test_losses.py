@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.run import TrainConfig
+from penstock.config.train import TrainConfig
 from penstock.errors import ConfigError
 from penstock.train.losses import aggregate, approximate_kl, token_weights
 from penstock.train.policy_losses import get_loss, ppo_clip, register_loss

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from penstock.config.run import TrainConfig
+from penstock.config.train import TrainConfig
 from penstock.train.policy_losses import TokenLoss, get_loss
 
 NEW, OLD = (0.3, 0.1), (0.2, 0.2)

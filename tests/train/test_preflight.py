@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from penstock.config.names import ADVANTAGES, LOSSES
-from penstock.config.run import RunConfig, TrainConfig
+from penstock.config.run import RunConfig
+from penstock.config.train import TrainConfig
 from penstock.errors import ConfigError, MissingExtra
 from penstock.train.actor import Actor
 from penstock.train.advantages import _REGISTRY as ADVANTAGE_REGISTRY

@@ -16,7 +16,8 @@ from runs import MakeRun, apart
 
 from penstock.cli.run_reward_model import open_reference_scorer
 from penstock.cluster import Batch, WorkerFailed
-from penstock.config.run import RunConfig, TrainConfig
+from penstock.config.run import RunConfig
+from penstock.config.train import TrainConfig
 from penstock.errors import ConfigError, RewardError
 from penstock.sample import Finish, Group, Prompt, Sample, SampleId, Score, Unscored
 from penstock.train.actor import Actor

@@ -11,7 +11,8 @@ import torch
 from fakes import FakeScorer
 from runs import MakeRun, apart, weights
 
-from penstock.config.run import RunConfig, TrainConfig
+from penstock.config.run import RunConfig
+from penstock.config.train import TrainConfig
 from penstock.errors import CheckpointError
 from penstock.observe import events
 from penstock.sample import Sample, Score, Unscored

@@ -12,7 +12,7 @@ import pytest
 import torch
 from runs import MakeRun, Run, weights
 
-from penstock.config.run import TrainConfig
+from penstock.config.train import TrainConfig
 from penstock.errors import StorageError
 from penstock.observe import events
 from penstock.train.actor import Actor

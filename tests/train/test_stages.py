@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import MakeRun
 
-from penstock.config.run import TrainConfig
+from penstock.config.train import TrainConfig
 from penstock.sample import Sample, Score, Unscored
 from penstock.train.batching import collate
 from penstock.train.flops import PEAKS, ModelSize, forward_flops, known_peak, learning_flops, measured_peak

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.run import TrainConfig
+from penstock.config.train import TrainConfig
 from penstock.errors import ConfigError, RewardError
 from penstock.train.advantages import (
     Outcomes,

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from penstock.config.section import Section
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True, validate_default=True)
-
-
-class FleetConfig(_Section):
+class FleetConfig(Section):
     """Machines that the manager asks for and releases."""
 
     provisioner: str = Field(default="none", pattern=r"^([a-z]+|[\w.]+:\w+)$")
@@ -80,7 +78,7 @@ class FleetConfig(_Section):
         return self.provisioner != "none"
 
 
-class FleetFile(_Section):
+class FleetFile(Section):
     """What a manager of one's own is told (TOML), or a run's own by its trainer (JSON)."""
 
     run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from penstock.config.section import Section
 
 
-class ReferenceConfig(BaseModel):
+class ReferenceConfig(Section):
     """The frozen model that `train.kl_coef` holds the policy to (docs/training.md)."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True, validate_default=True)
 
     path: str = ""
     """A model folder with the same tokens; by default the model that the run began with."""

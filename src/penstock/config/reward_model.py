@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from penstock.config.section import Section
 
 
-class RewardModelConfig(BaseModel):
+class RewardModelConfig(Section):
     """A Hugging Face model that scores the training samples, on workers of the run (docs/rewards.md)."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True, validate_default=True)
 
     path: str = ""
     """The model's folder; empty: there is none, and `reward.function` scores. With one, `reward.function` scores the

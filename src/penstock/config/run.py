@@ -10,21 +10,17 @@ import math
 from pathlib import PurePath
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from penstock.cluster.errors import ClusterError
 from penstock.cluster.execute import parse_execute
 from penstock.config.fleet import FleetConfig
-from penstock.config.names import ADVANTAGES, LOSSES, known_name
-from penstock.config.reference import ReferenceConfig
 from penstock.config.reward_model import RewardModelConfig
+from penstock.config.section import Section
+from penstock.config.train import TrainConfig
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True, validate_default=True)
-
-
-class SourceConfig(_Section):
+class SourceConfig(Section):
     """One source of prompts."""
 
     kind: Literal["jsonl", "parquet", "hf", "reasoning_gym"]
@@ -47,7 +43,7 @@ class SourceConfig(_Section):
         return self.name or PurePath(self.path).stem or self.kind
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     train: list[SourceConfig] = Field(min_length=1)
     eval: list[SourceConfig] = []
     system_prompt: str = ""
@@ -62,7 +58,7 @@ class DataConfig(_Section):
     """Draw training prompts in a seeded order that changes each epoch."""
 
 
-class WarmStartConfig(_Section):
+class WarmStartConfig(Section):
     """Makes a small model on this machine and teaches it a first, faulty version of the task."""
 
     recipe: str = ""
@@ -83,7 +79,7 @@ class WarmStartConfig(_Section):
     """Models made once are kept here, under the hash of everything that went into them."""
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     path: str = ""
     """A Hugging Face model folder with its tokenizer. Empty: made by `warm_start`."""
     warm_start: WarmStartConfig = WarmStartConfig()
@@ -101,7 +97,7 @@ class ModelConfig(_Section):
         return self
 
 
-class SamplingConfig(_Section):
+class SamplingConfig(Section):
     max_new_tokens: int = Field(default=256, ge=1)
     temperature: float = Field(default=1.0, ge=0, le=100)
     """0 is greedy."""
@@ -112,7 +108,7 @@ class SamplingConfig(_Section):
     """Besides the tokenizer's end-of-sequence token."""
 
 
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """The engines that `penstock train` starts on this machine."""
 
     count: int = Field(default=1, ge=0)
@@ -155,7 +151,7 @@ class EngineConfig(_Section):
         return self
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(Section):
     prompts_per_step: int = Field(default=32, ge=1)
     samples_per_prompt: int = Field(default=8, ge=1)
     sampling: SamplingConfig = SamplingConfig()
@@ -204,7 +200,7 @@ class RolloutConfig(_Section):
         return window
 
 
-class ManagerConfig(_Section):
+class ManagerConfig(Section):
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 to let other machines join."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -232,7 +228,7 @@ class ManagerConfig(_Section):
     """The run's own manager is started again so often where its process ends by accident."""
 
 
-class TlsConfig(_Section):
+class TlsConfig(Section):
     """TLS for the run's manager and weight store. All are PEM files; without `cert` both speak in the clear."""
 
     cert: str = ""
@@ -260,7 +256,7 @@ class TlsConfig(_Section):
         return self
 
 
-class WeightsConfig(_Section):
+class WeightsConfig(Section):
     host: str = "127.0.0.1"
     """Address that the weight store listens on."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -289,7 +285,7 @@ class WeightsConfig(_Section):
     """Engines keep on disk what came of a version, so that one that is started again goes on from there."""
 
 
-class RewardConfig(_Section):
+class RewardConfig(Section):
     function: str = "penstock.reward.verifiers:reasoning_gym_exact"
     """Import path (`package.module:function`) of `f(sample) -> float | Score`, sync or async."""
     options: dict[str, Any] = {}
@@ -320,7 +316,7 @@ class RewardConfig(_Section):
         return self
 
 
-class EnvironmentConfig(_Section):
+class EnvironmentConfig(Section):
     """What samples talk with, turn by turn (docs/environments.md)."""
 
     path: str = ""
@@ -346,7 +342,7 @@ class EnvironmentConfig(_Section):
         return self
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(Section):
     """How the run's workers are called: those of `reward.model` and `train.reference` (docs/cluster.md)."""
 
     execute_mode: str = "all"
@@ -364,157 +360,7 @@ class ClusterConfig(_Section):
             raise ValueError(f"cluster.execute_mode: {error}") from None
 
 
-class CriticConfig(_Section):
-    """The critic that `train.advantage="gae"` learns beside the actor."""
-
-    path: str = ""
-    """A model folder for its backbone; by default it begins as the run's model."""
-    lr: float = Field(default=1e-5, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    clip: float = Field(default=0.5, ge=0)
-    """How far a value may move within a mini-batch before its loss is bounded; 0 sets no bound."""
-    alone_steps: int = Field(default=0, ge=0)
-    """Steps at the run's start in which the critic learns and the actor waits."""
-
-
-class LoraConfig(_Section):
-    """Low-rank adapters (the lora extra): they alone are learned, and merged into the weights that are sent."""
-
-    rank: int = Field(default=0, ge=0)
-    """0: all weights are learned."""
-    alpha: float = Field(default=16.0, gt=0)
-    """What adapters add is multiplied by alpha / rank."""
-    targets: list[str] = ["all-linear"]
-    """Names of the layers that get one, e.g. q_proj; by default all linear ones but the head."""
-
-
-class TrainConfig(_Section):
-    steps: int = Field(default=100, ge=1)
-    lr: float = Field(default=1e-6, gt=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    mini_batches_per_step: int = Field(default=1, ge=1)
-    """Mini-batches of a step, each with its optimizer steps; prompts_per_step must be divisible by it."""
-    epochs: int = Field(default=1, ge=1)
-    """Times that a mini-batch is learned from, with an optimizer step each; the first streams."""
-    tokens_per_micro_batch: int = Field(default=16384, ge=1)
-    """Most padded tokens (prompt and output) in one forward and backward pass."""
-    min_samples_per_micro_batch: int = Field(default=64, ge=1)
-    """A micro-batch is formed once so many samples of complete groups are ready; the step's rest is taken whole."""
-    streaming: bool = True
-    """Train on complete groups while other rollouts still run; false waits for all rollouts first."""
-    advantage: str = "grpo"
-    """Advantage estimator: grpo, grpo_passk, dr_grpo, rloo, opo and remax stream; gae (with a critic), gdpo, gpg,
-    reinforce_plus_plus and reinforce_plus_plus_baseline wait for a whole mini-batch. Or the import path
-    (`package.module:function`) of your own."""
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """gae, reinforce_plus_plus: discount of a reward one token later."""
-    gae_lambda: float = Field(default=1.0, ge=0, le=1)
-    gdpo_parts: dict[str, float] = {}
-    """gdpo: the reward parts that are normalised each for itself, and their weights."""
-    critic: CriticConfig = CriticConfig()
-    skip_groups_without_signal: bool = True
-    """Leave groups whose advantages are all 0 (rewards all equal) out of the passes and out of the mini-batch's
-    denominator, so that the mean is over what can be learnt from; metrics count them all the same. Ignored where
-    kl_coef or entropy_coef is above 0, which learn from every group: then all are in the passes and the denominator."""
-    loss: str = "ppo_clip"
-    """Policy loss: ppo_clip, gspo, cispo, geo_mean, sapo, gpg, dppo_tv, dppo_kl, clip_cov, kl_cov, or the import path
-    (`package.module:function`) of your own."""
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """How far the ratio may fall below 1; of geo_mean its logarithm, of dppo_tv and dppo_kl their distance."""
-    clip_high: float = Field(default=0.2, ge=0)
-    clip_dual: float = Field(default=0.0, ge=0)
-    """ppo_clip: bound on the ratio of tokens with a negative advantage (3 in verl); 0 sets none."""
-    ratio_cap: float = Field(default=20.0, gt=1)
-    """dppo_tv and dppo_kl: bound on the ratio that weighs a token."""
-    sapo_tau_positive: float = Field(default=1.0, gt=0)
-    sapo_tau_negative: float = Field(default=1.05, gt=0)
-    """sapo: how soft its gate is, for tokens with a positive and with another advantage."""
-    cov_share: float = Field(default=0.0002, gt=0, le=1)
-    """clip_cov, kl_cov: share of a pass's tokens that are held back for their covariance."""
-    cov_low: float = 1.0
-    cov_high: float = 5.0
-    """clip_cov: bounds of the covariance of the tokens that may be left out."""
-    cov_kl_coef: float = Field(default=1.0, ge=0)
-    """kl_cov: weight of |log r| on the tokens that are held back."""
-    aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
-    ] = "token-mean"
-    """Over the mini-batch; exact however it is split into micro-batches."""
-    kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence to the reference (the model at the run's start)."""
-    reference: ReferenceConfig = ReferenceConfig()
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Whether it is a term of the loss, or taken from each token's reward before advantages are made."""
-    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"] = "k3"
-    """With a "+" the gradient is k2's, whose expectation is the divergence's own."""
-    kl_target: float = Field(default=0.0, ge=0)
-    """Divergence per token that kl_coef is steered to after each step; 0 leaves it fixed."""
-    kl_horizon_samples: int = Field(default=10000, ge=1)
-    """How slowly: samples after which kl_coef has moved by at most a fifth."""
-    entropy_coef: float = Field(default=0.0, ge=0)
-    old_logprobs: Literal["auto", "rollout", "recompute"] = "auto"
-    """Denominator of the ratio: the engine's own log-probabilities (`rollout`: only at temperature 1, which they are
-    of), or those of the step's first weights (`recompute`). `auto` takes the engine's where they can be used."""
-    rollout_correction: Literal["off", "token", "sequence"] = "off"
-    """Weighs each token's loss by trainer's over engine's probability, of the token or of its whole answer (truncated
-    importance sampling). For old_logprobs="recompute" at temperature 1."""
-    rollout_correction_cap: float = Field(default=2.0, gt=0)
-    """Bound on that weight."""
-    device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, or `auto`. Ranks that torchrun starts take the device of their local rank."""
-    lora: LoraConfig = LoraConfig()
-    activation_checkpointing: bool = False
-    """Makes activations again in the backward pass rather than keep them: less memory, a third more computation."""
-    cpu_offload: bool = False
-    """Of several ranks: shards and optimizer stay in host memory."""
-    threads: int = Field(default=0, ge=0)
-    """CPU threads of the trainer; 0 leaves PyTorch's choice."""
-    peak_tflops: float = Field(default=0.0, ge=0)
-    """What one of the trainer's devices can do, for MFU; 0: known by its name, or measured once."""
-    eval_every: int = Field(default=0, ge=0)
-    """Steps between evaluations; 0 evaluates before the first and after the last step only."""
-    checkpoint_every: int = Field(default=50, ge=0)
-    """Steps between checkpoints; 0 writes only the last, and a run that breaks off can then not go on."""
-    keep_checkpoints: int = Field(default=2, ge=1)
-    checkpoint_timeout_s: float = Field(default=1800, gt=0)
-    """A checkpoint is written while the run goes on. The next one, and the run's end, wait for it so long since it
-    began; then it counts as failed."""
-
-    @field_validator("advantage")
-    @classmethod
-    def _known_advantage(cls, name: str) -> str:
-        return known_name("train.advantage", name, ADVANTAGES)
-
-    @field_validator("loss")
-    @classmethod
-    def _known_loss(cls, name: str) -> str:
-        return known_name("train.loss", name, LOSSES)
-
-    @model_validator(mode="after")
-    def _bounds_make_sense(self) -> TrainConfig:
-        if 0 < self.clip_dual <= 1:
-            raise ValueError("train.clip_dual must be above 1, or 0 for none")
-        if self.kl_coef == 0 and (self.kl_in == "reward" or self.kl_target):
-            raise ValueError("train.kl_in and train.kl_target need a train.kl_coef above 0")
-        if self.kl_coef == 0 and (self.reference.workers or self.reference.path):
-            raise ValueError("train.reference needs a train.kl_coef above 0: nothing else asks for the reference")
-        if self.rollout_correction != "off" and self.old_logprobs != "recompute":
-            raise ValueError(
-                'train.rollout_correction needs train.old_logprobs="recompute": where the engine\'s log-probabilities '
-                "are the ratio's denominator, the ratio corrects for them already"
-            )
-        if self.cov_low >= self.cov_high:
-            raise ValueError("train.cov_low must be below train.cov_high")
-        return self
-
-
-class DrillConfig(_Section):
+class DrillConfig(Section):
     """A rehearsed accident: kills an engine during the run and starts another later."""
 
     kill_at: float | None = Field(default=None, gt=0, lt=1)
@@ -529,7 +375,7 @@ class DrillConfig(_Section):
         return self
 
 
-class ObserveConfig(_Section):
+class ObserveConfig(Section):
     view: Literal["auto", "live", "lines", "none"] = "auto"
     """`live` redraws the terminal, `lines` prints a line a step; `auto` takes `live` on a terminal."""
     tensorboard: bool = False
@@ -545,7 +391,7 @@ class ObserveConfig(_Section):
     """Samples kept of such a step, and of each evaluation; 0 keeps none."""
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """A run of `penstock train`."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.config.run import TrainConfig, old_logprobs_refusal
+from penstock.config.run import old_logprobs_refusal
+from penstock.config.train import TrainConfig
 from penstock.errors import ConfigError
 from penstock.train.batching import PassBatch
 from penstock.train.flops import ModelSize, forward_flops

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.config.run import TrainConfig
+from penstock.config.train import TrainConfig
 from penstock.sample import Group, Sample, Score
 from penstock.train.actor import Actor
 from penstock.train.advantages import Outcomes, Valued, get_advantage, has_signal

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.config.run import TrainConfig
+from penstock.config.train import TrainConfig
 from penstock.train.actor import pick_device
 from penstock.train.batching import PassBatch
 from penstock.train.flops import ModelSize, forward_flops

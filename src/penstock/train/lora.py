@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.config.run import LoraConfig
+from penstock.config.train import LoraConfig
 from penstock.errors import ConfigError, MissingExtra
 from penstock.train.sharding import full
 

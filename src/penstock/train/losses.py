@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from penstock.config.run import TrainConfig
+from penstock.config.train import TrainConfig
 from penstock.train.policy_losses import MAX_LOG_RATIO
 
 __all__ = [

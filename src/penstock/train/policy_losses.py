@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.config.run import TrainConfig
+from penstock.config.train import TrainConfig
 from penstock.train.registry import Registry
 
 __all__ = ["MAX_LOG_RATIO", "PolicyLoss", "TokenLoss", "get_loss", "ppo_clip", "register_loss"]

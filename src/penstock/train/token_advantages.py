@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.config.run import TrainConfig
+from penstock.config.train import TrainConfig
 from penstock.train.advantages import Valued, centred_or_own, masked_whiten, register_advantage
 
 __all__ = ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"]
