@@ -73,6 +73,14 @@ def answers(batch: str, step: int = 0) -> Event:
     )
 
 
+def test_a_profile_sends_and_reports_as_its_run_did() -> None:
+    log = log_of(worked(random.Random(1), "a"))
+    rollout = CONFIG["rollout"] | {"max_pending_per_instance": 3, "heartbeat_s": 0.25}
+    log[0] = events.RunStarted(ts=0.0, run="mine", version="1", config=CONFIG | {"rollout": rollout})
+    profile = fit_profile(gather(log)).profile
+    assert (profile.max_pending_per_instance, profile.heartbeat_s) == (3, 0.25)
+
+
 def test_the_machine_that_made_the_log_is_found() -> None:
     rng = random.Random(1)
     profile = fit_profile(gather(log_of(worked(rng, "a"), worked(rng, "b")))).profile

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import MACHINE, small_profile
 
-from penstock.rollout.balance import ShortestQueue
+from penstock.config.run import RolloutConfig
+from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Report, ShortestQueue
+from penstock.rollout.balancing import MOVES_S
 from penstock.simulate.baselines import STRATEGIES, make_strategy
 from penstock.simulate.lengths import step_samples
 from penstock.simulate.machine import Machine, SimSample
@@ -20,6 +25,49 @@ from penstock.simulate.world import World, simulate
 def run(name: str, machines: int, steps: int = 4, **changes: object) -> Outcome:
     profile = small_profile(**changes)
     return simulate(profile, static_trace(machines, 1e9), make_strategy(name, profile, machines=machines), steps=steps)
+
+
+class _Clocked(ShortestQueue):
+    """Notes when it is told and asked."""
+
+    def __init__(self, max_pending: int) -> None:
+        super().__init__(max_pending)
+        self.world: World
+        self.reported: list[float] = []
+        self.asked: list[float] = []
+
+    def report(self, report: Report) -> None:
+        self.reported.append(self.world.clock.now)
+
+    def moves(
+        self, waiting: int, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
+    ) -> list[Move]:
+        self.asked.append(self.world.clock.now)
+        return []
+
+
+@pytest.mark.parametrize("heartbeat_s", [0.1, 2.0])
+def test_reports_come_with_heartbeats_and_moves_at_the_manager_s_times(heartbeat_s: float) -> None:
+    profile = small_profile(heartbeat_s=heartbeat_s)
+    policy = _Clocked(4)
+    world = policy.world = World(profile, static_trace(1, 1e9), Strategy("s", policy, None, FixedSize(1)))
+    world.run(steps=3)
+    asked = [later - at for at, later in itertools.pairwise(policy.asked)]
+    assert asked
+    assert asked == pytest.approx([MOVES_S] * len(asked))
+    reported = [later - at for at, later in itertools.pairwise(policy.reported)]
+    # One that was idle meanwhile says nothing.
+    assert min(reported) == pytest.approx(heartbeat_s)
+    assert sorted(reported)[len(reported) // 2] < 1.01 * heartbeat_s
+
+
+def test_strategies_send_as_far_ahead_as_a_run_does() -> None:
+    profile = small_profile(max_pending_per_instance=5)
+    for name in ("penstock", "penstock-no-moves", "disaggregated", "penstock.rollout.balance:ShortestQueue"):
+        balance = make_strategy(name, profile, machines=2).balance
+        assert isinstance(balance, ShortestQueue)
+        assert balance.max_pending == 5
+    assert small_profile().max_pending_per_instance == RolloutConfig().max_pending_per_instance
 
 
 def test_a_machine_takes_as_long_as_its_steps_do() -> None:
@@ -95,10 +143,9 @@ def test_with_plenty_the_window_is_less_than_with_few() -> None:
 
 def test_steps_with_more_machines_are_shorter_and_dearer() -> None:
     def looked_after(machines: int) -> Outcome:
-        """These steps take a few looks of the default's length: windows would be alike for that alone."""
         profile, trace = small_profile(), static_trace(machines, 1e9)
         strategy = make_strategy("penstock", profile, machines=machines)
-        return simulate(profile, trace, strategy, steps=4, review_s=0.25)
+        return simulate(profile, trace, strategy, steps=4)
 
     one, four = looked_after(1), looked_after(4)
     assert four.wall_s < one.wall_s

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.bench.common import Result, at_most, skipped
-from penstock.bench.fidelity_run import KINDS, MAX_PENDING, Measured, Setting, run_setting, small_llama
+from penstock.bench.fidelity_run import KINDS, Measured, Setting, run_setting, small_llama
 from penstock.observe.log import read_events
 from penstock.rollout.balanced import Balanced
 from penstock.simulate.fit import Fitted, fit_profile
@@ -32,8 +32,6 @@ DESCRIPTION = "predicted step times against measured ones, over settings that th
 TARGET = 0.10
 SEEDS = 5
 """Simulations of each setting, whose mean is the prediction."""
-REVIEW_S = 1.0
-"""The manager asks after moves so often."""
 QUANTILES = 20
 
 SEEN = (
@@ -114,8 +112,8 @@ def predict(fitted: Fitted, setting: Setting, steps: int) -> float:
     trace = _trace(fitted, setting)
     found = []
     for seed in range(SEEDS):
-        strategy = Strategy("run", Balanced(MAX_PENDING), None, FixedSize(len(KINDS) << 10))
-        outcome = simulate(profile, trace, strategy, steps=steps, seed=seed, review_s=REVIEW_S)
+        strategy = Strategy("run", Balanced(profile.max_pending_per_instance), None, FixedSize(len(KINDS) << 10))
+        outcome = simulate(profile, trace, strategy, steps=steps, seed=seed)
         found.append(outcome.wall_s / steps)
     return sum(found) / len(found)
 

@@ -69,8 +69,6 @@ FRAME_STEPS = 2
 MICRO_BATCH_SAMPLES = 16
 TRAIN_TOKEN_S = 2.8e-4
 HEARTBEAT_S = 0.5
-REVIEW_S = 0.1
-"""Between two looks of the simulated manager, as of the real one."""
 SCRIPT = (2, 6, 0, 3)
 RUN_SEED = 0
 STUCK = 2.0
@@ -306,7 +304,7 @@ def _simulate(measured: Measured) -> list[StepOutcome]:
     first, later = _changes(measured)
     strategy = Strategy("penstock", Balanced(MAX_PENDING), Offload(), FixedSize(sum(SCRIPT)))
     trace = Trace(tuple(first), measured.wall_s)
-    world = _Stepwise(_profile(measured), trace, strategy, review_s=REVIEW_S, samples=_samples)
+    world = _Stepwise(_profile(measured), trace, strategy, samples=_samples)
     world.changes = later
     return world.run(steps=len(measured.steps)).steps
 
@@ -332,6 +330,8 @@ def _profile(measured: Measured) -> Profile:
         reserved_instances=RESERVED,
         reserved=machine,
         spot=machine,
+        max_pending_per_instance=MAX_PENDING,
+        heartbeat_s=HEARTBEAT_S,
         training=Training(
             s_per_token=TRAIN_TOKEN_S,
             optimizer_s=measured.rest_s,

@@ -60,7 +60,10 @@ from penstock.wire import (
     Welcome,
 )
 
-__all__ = ["TRAINER", "Decisions", "Manager", "ManagerConfig"]
+__all__ = ["TICK_S", "TRAINER", "Decisions", "Manager", "ManagerConfig"]
+
+TICK_S = 0.1
+"""Between two calls of `Manager.tick`, by whoever drives it."""
 
 CAUSES_TOLD = 20
 """Causes of refused rows told apart at one tick; the rest are counted as one."""

@@ -24,7 +24,7 @@ from penstock.rollout.doors import Doors, Knocks, Refusal, Role, Tokens
 from penstock.rollout.journal_file import Journal, JournalConfig
 from penstock.rollout.listen import IDLE_S, DoorSite, certificate_shown, handshake_refused
 from penstock.rollout.logbook import Logbook
-from penstock.rollout.manager import TRAINER, Decisions, Manager, ManagerConfig
+from penstock.rollout.manager import TICK_S, TRAINER, Decisions, Manager, ManagerConfig
 from penstock.rollout.pace import Pace, PaceConfig
 from penstock.rollout.peers import Peer, PeerConfig
 from penstock.rollout.provision_desk import FleetDesk
@@ -75,7 +75,7 @@ class ServerConfig:
     """For one frame to leave this machine's buffers."""
     knock_s: float = 10.0
     """For a peer to end the TLS handshake, and as long again for its first HTTP request."""
-    tick_s: float = 0.1
+    tick_s: float = TICK_S
     close_s: float = 1.0
     """For all connections to end when the server does."""
     adopt: Callable[[str, str], Awaitable[str]] | None = None

@@ -34,8 +34,6 @@ from penstock.simulate.strategy import FixedSize, SizePolicy, Strategy, WindowPo
 __all__ = ["ABLATIONS", "STRATEGIES", "Algorithm1", "Algorithm2", "PaperSize", "Tuning", "make_strategy", "tuned"]
 
 UNBOUNDED = 1 << 20
-MAX_PENDING = 8
-"""Samples that may wait at an instance, where a strategy has no number of its own."""
 
 
 class Forever:
@@ -219,7 +217,7 @@ def make_strategy(
     fixed = FixedSize(machines) if machines is not None else None
     made = STRATEGIES["penstock" if own else name](profile, _Wish(name, fixed, ceiling, tuning or Tuning()))
     if own:
-        made.balance = load_policy(name, max_pending=MAX_PENDING)
+        made.balance = load_policy(name, max_pending=profile.max_pending_per_instance)
     return made
 
 
@@ -246,7 +244,7 @@ def _colocated(profile: Profile, wish: _Wish) -> Strategy:
 
 def _disaggregated(profile: Profile, wish: _Wish) -> Strategy:
     size = wish.fixed or FixedSize(profile.reserved_instances)
-    return Strategy("disaggregated", Balanced(MAX_PENDING), None, size, spot=False)
+    return Strategy("disaggregated", Balanced(profile.max_pending_per_instance), None, size, spot=False)
 
 
 def _rlboost(profile: Profile, wish: _Wish) -> Strategy:
@@ -267,16 +265,16 @@ def _penstock(profile: Profile, wish: _Wish) -> Strategy:
     )
     size: SizePolicy = wish.fixed or FleetSize(config, profile.reserved_instances)
     window: WindowPolicy | None = Offload()
-    balance = Balanced(MAX_PENDING)
+    balance = Balanced(profile.max_pending_per_instance)
     match wish.name:
         case "penstock-no-window":
             window = None
         case "penstock-paper-window":
             window = Algorithm1()
         case "penstock-no-width":
-            balance = _AlwaysWide(MAX_PENDING)
+            balance = _AlwaysWide(profile.max_pending_per_instance)
         case "penstock-no-moves":
-            balance = Balanced(MAX_PENDING, max_moves=0)
+            balance = Balanced(profile.max_pending_per_instance, max_moves=0)
         case "penstock-paper-size":
             size = wish.fixed or PaperSize(profile.reserved_instances, wish.ceiling)
     return Strategy(wish.name, balance, window, size)

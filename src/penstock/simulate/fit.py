@@ -77,6 +77,7 @@ def fit_profile(seen: Observed, prices: Prices | None = None) -> Fitted:
         training=_training(seen, train),
         prices=prices or Prices(reserved=0.0, spot=0.0, on_demand=0.0),
         lengths=_lengths(seen, rollout),
+        **{key: rollout[key] for key in ("max_pending_per_instance", "heartbeat_s") if key in rollout},
     )
     if prices is None:
         notes.append("prices are not in a run's log and stand at 0: fill in [prices] before asking for dollars")

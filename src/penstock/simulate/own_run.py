@@ -25,8 +25,6 @@ OFF = 0.1
 SEEDS = 3
 MOST_STEPS = 30
 """Simulated: enough for a mean."""
-REVIEW_S = 1.0
-"""Between two looks at moves, as a manager's."""
 RESERVED = "reserved"
 
 
@@ -64,11 +62,11 @@ def own_run(seen: Observed, fitted: Fitted) -> OwnRun | None:
     for seed in range(SEEDS):
         strategy = Strategy(
             "own run",
-            Balanced(int(rollout.get("max_pending_per_instance", 16))),
+            Balanced(profile.max_pending_per_instance),
             (Offload() if window == "auto" else FixedWindow(float(window))) if taking_turns else None,
             FixedSize(len(trace.changes)),
         )
-        total_s += simulate(profile, trace, strategy, steps=steps, seed=seed, review_s=REVIEW_S).wall_s
+        total_s += simulate(profile, trace, strategy, steps=steps, seed=seed).wall_s
     return OwnRun(total_s / steps / SEEDS, sum(measured) / steps)
 
 

@@ -16,6 +16,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from penstock.config.run import RolloutConfig
 from penstock.config.toml import read_toml
 from penstock.errors import ConfigError
 
@@ -24,6 +25,8 @@ __all__ = ["Lengths", "MachineProfile", "Prices", "Profile", "Training", "load_p
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 FOLDER = Path(__file__).parent / "shipped"
+RUN = RolloutConfig()
+"""As a run has it where its configuration says nothing."""
 
 
 class _Strict(BaseModel):
@@ -105,6 +108,9 @@ class Profile(_Strict):
     training: Training
     prices: Prices
     lengths: Lengths = Lengths()
+    max_pending_per_instance: Annotated[int, Field(ge=1)] = RUN.max_pending_per_instance
+    heartbeat_s: Positive = RUN.heartbeat_s
+    """Between two reports of a machine's work."""
 
     def remote(self, node: str) -> MachineProfile:
         """What a node of a trace is."""

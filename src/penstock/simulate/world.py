@@ -19,6 +19,8 @@ from functools import partial
 
 from penstock.rollout.answers import ask_moves, ask_order, ask_picks
 from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue
+from penstock.rollout.balancing import MOVES_S
+from penstock.rollout.manager import TICK_S
 from penstock.rollout.offload import Offload, StepTimes, WindowView
 from penstock.simulate.bound import lower_bound_s
 from penstock.simulate.clock import Clock
@@ -33,8 +35,8 @@ from penstock.simulate.traces import Trace
 
 __all__ = ["World", "simulate"]
 
-REVIEW_S = 4.0
-"""Between two looks at the window and at moves; an instance is also reported on so often."""
+JUST = 1e-6
+"""Seconds: times that are added up are due a little early rather than a round late."""
 
 
 @dataclass(eq=False)
@@ -72,11 +74,10 @@ class World:
         trace: Trace,
         strategy: Strategy,
         seed: int = 0,
-        review_s: float = REVIEW_S,
         samples: Callable[[int], list[SimSample]] | None = None,
     ) -> None:
         """`samples(step)`: a real run's, instead of the profile's."""
-        self.profile, self.strategy, self.seed, self.review_s = profile, strategy, seed, review_s
+        self.profile, self.strategy, self.seed = profile, strategy, seed
         self._samples = samples or (lambda number: step_samples(profile, number, seed))
         self.clock = Clock()
         self.reserved = [Machine(f"reserved{k}", profile.reserved, False) for k in range(profile.reserved_instances)]
@@ -90,6 +91,7 @@ class World:
         """The reserved machines are about to generate."""
         self.token_s: float | None = None
         """Training on one token, as the last step took."""
+        self._reported_at = self._moved_at = 0.0
         self._leases: dict[int, SimSample] = {}
         self._lease_numbers = itertools.count(1)
         self.step: _Step | None = None
@@ -101,6 +103,7 @@ class World:
         most_steps, most_s = steps or 10**9, duration_s or float("inf")
         self.remotes.start()
         self._begin()
+        self.clock.after(TICK_S, self._tick)
         finished = self.clock.run(
             lambda: len(self.outcome.steps) >= most_steps or self.clock.now >= most_s or self.step is None
         )
@@ -126,7 +129,6 @@ class World:
         else:
             self._opening = True
             self.clock.after(profile.training.switch_s, lambda: self._open(step))
-        self.clock.after(self.review_s, lambda: self._review(step))
 
     def _open(self, step: _Step) -> None:
         self._opening = False
@@ -174,10 +176,12 @@ class World:
     def _opened_at(self) -> float:
         return self._now_step().began_s
 
-    def _review(self, step: _Step) -> None:
-        if step is not self.step:
-            return
-        self._report()
+    def _tick(self) -> None:
+        """As often as a manager: the window. Reports come with heartbeats, and moves have their own time."""
+        step, now = self._now_step(), self.clock.now
+        if now - self._reported_at > self.profile.heartbeat_s - JUST:
+            self._reported_at = now
+            self._report()
         if self.window_open:
             everything = step.finished == len(step.samples)
             if everything or (self.strategy.streaming and not self._wants_window()):
@@ -187,8 +191,10 @@ class World:
             self.training = False
             self._idle_over(step)
             self.clock.after(self.profile.training.switch_s, lambda: self._open(step))
-        self._move()
-        self.clock.after(self.review_s, lambda: self._review(step))
+        if now - self._moved_at > MOVES_S - JUST:
+            self._moved_at = now
+            self._move()
+        self.clock.after(TICK_S, self._tick)
 
     # ---- work
 
@@ -427,7 +433,6 @@ def simulate(
     steps: int | None = None,
     duration_s: float | None = None,
     seed: int = 0,
-    review_s: float = REVIEW_S,
 ) -> Outcome:
     """Runs one strategy. The last step counts only if it ended in time."""
-    return World(profile, trace, strategy, seed, review_s).run(steps, duration_s)
+    return World(profile, trace, strategy, seed).run(steps, duration_s)
