@@ -58,3 +58,23 @@ async def test_who_reads_a_forgotten_version_is_sent_elsewhere_and_its_memory_is
     with pytest.raises(NotReady, match="gone on"):
         await lease.chunk(0)
     data.clear()  # Fails with a view of it left.
+
+
+async def test_a_chunk_is_waited_for_while_others_of_its_version_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    clock, later_s = loop.time, [0.0]
+    monkeypatch.setattr(loop, "time", lambda: clock() + later_s[0])
+    relay = Relay(TOKEN, wait_s=50.0)
+    relay.expect(Encoding(1), b"manifest", 5)
+    lease = await relay.open(Encoding(1), 0.0)
+    third, last = (asyncio.create_task(lease.chunk(index)) for index in (3, 4))
+    for index in range(4):
+        for _ in range(5):
+            await asyncio.sleep(0)
+        later_s[0] += 40.0
+        relay.put(Encoding(1), index, memoryview(bytes([index])))
+    assert bytes(await third) == b"\3"
+    assert not last.done()
+    later_s[0] += 60.0
+    with pytest.raises(NotReady, match=r"chunk 4 .* nothing of it did for 50 s"):
+        await last

@@ -26,8 +26,19 @@ TOKEN = "benchmark"
 NAMESPACE = "penstock-bench"
 HERE, THERE = "10.231.77.1", "10.231.77.2"
 PIECE_BYTES = 256 * 1024
-BE = "from penstock.bench.weights_link import be_an_instance; be_an_instance()"
+LATENCY_S = 0.05
+CHUNK_BYTES = 4 << 20
+ROUND_TRIP_S = 0.02
+INSTANCE = "from penstock.bench.weights_link import be_an_instance; be_an_instance()"
+PROXIES = "from penstock.bench.weights_link import be_proxies; be_proxies()"
 SERVE = "from penstock.bench.weights_link import serve_files; serve_files()"
+
+
+def files_of(folder: Path, name: str, *versions: bytes) -> list[Path]:
+    paths = [folder / f"{name}-{k}" for k in range(len(versions))]
+    for path, data in zip(paths, versions):
+        path.write_bytes(data)
+    return paths
 
 
 def serve_files() -> None:
@@ -61,51 +72,66 @@ def tensors_of(data: bytes) -> list[tuple[str, str, tuple[int, ...], memoryview]
     return [(f"layer.{k}.weight", "BF16", (len(part) // 2,), part) for k, part in enumerate(parts)]
 
 
+def be_proxies() -> None:
+    """Proxies in this process: `target count`. Prints their addresses; then, at each line of standard input, how many
+    bytes of the target's they have passed on together. A line with a number delays by so many seconds from then on."""
+    asyncio.run(_be_proxies(sys.argv[1], int(sys.argv[2])))
+
+
+async def _be_proxies(target: str, count: int) -> None:
+    async with contextlib.AsyncExitStack() as listening:
+        proxies = [DelayProxy(target) for _ in range(count)]
+        print(*[await listening.enter_async_context(proxy.listening()) for proxy in proxies], flush=True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            for proxy in proxies:
+                proxy.delay_s = float(line) if line.strip() else proxy.delay_s
+            print(sum(proxy.passed for proxy in proxies), flush=True)
+
+
 def be_an_instance() -> None:
-    """An instance in this process, that passes weights on: `address delay_s codec ways`.
+    """An instance in this process, that passes weights on: `address codec ways`.
 
     Gets version 0 and says "ready"; then gets each version that a line of standard input names, and says when it was
     there (the machine's monotonic clock). The base stays version 0.
     """
-    asyncio.run(_be_an_instance(sys.argv[1], float(sys.argv[2]), sys.argv[3], sys.argv[4]))
+    asyncio.run(_be_an_instance(sys.argv[1], sys.argv[2], sys.argv[3]))
 
 
-async def _be_an_instance(store: str, delay_s: float, codec: str, ways: str) -> None:
-    proxy = DelayProxy(store, delay_s)
+async def _be_an_instance(store: str, codec: str, ways: str) -> None:
     loader = WeightLoader(TOKEN, codec=codec, connections=4, relay_port=0, ways=ways.split(",") if ways else [])
-    async with proxy.listening() as address:
-        loader.serves(await loader.pull(address, 0, 300))
-        print("ready", proxy.passed, flush=True)
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            weights = await loader.pull(address, int(line), 300)
-            print(time.monotonic(), proxy.passed, flush=True)
-            del weights
+    loader.serves(await loader.pull(store, 0, 300))
+    print("ready", flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        weights = await loader.pull(store, int(line), 300)
+        print(time.monotonic(), flush=True)
+        del weights
     await loader.close()
 
 
-class InstanceProcess:
-    """An instance in a process of its own."""
+class TalkingProcess:
+    """A process of this module that is asked by lines, and answers by lines."""
 
-    def __init__(self, store: str, delay_s: float, codec: str, ways: str = "") -> None:
+    def __init__(self, being: str, *words: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", BE, store, str(delay_s), codec, ways],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", being, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def get(self, version: int) -> None:
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self, line: str) -> None:
         if self._process.stdin is None:
-            raise PenstockError("an instance's process has no standard input")
-        self._process.stdin.write(f"{version}\n")
+            raise PenstockError("a process of the benchmark has no standard input")
+        self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
 
-    def said(self) -> tuple[str, int]:
-        """Its next line: a word or a time, and the bytes that the store has sent it so far."""
-        words = self._process.stdout.readline().split() if self._process.stdout is not None else []
-        if len(words) != 2:
-            raise PenstockError("an instance's process did not live to say what it was asked")
-        return words[0], int(words[1])
+    def said(self) -> str:
+        """Its next line."""
+        line = self._process.stdout.readline() if self._process.stdout is not None else ""
+        if not line:
+            raise PenstockError("a process of the benchmark did not live to say what it was asked")
+        return line.strip()
 
     def kill(self) -> None:
         self._process.kill()
@@ -139,6 +165,10 @@ class StoreProcess:
         if not self.address:
             raise PenstockError("the store's process did not come up")
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait(10)
@@ -151,9 +181,23 @@ class StoreProcess:
         self._process.kill()
 
 
+class ShapedLink:
+    """The way out of a namespace."""
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+
+    def shape(self, rate_mbit_s: float, latency_s: float = LATENCY_S, change: bool = True) -> None:
+        """`latency_s`: what may wait before something is dropped. Raises PenstockError."""
+        _run(
+            ["tc", "-n", self.namespace, "qdisc", "change" if change else "add", "dev", "penstock1", "root", "tbf"]
+            + ["rate", f"{rate_mbit_s:g}mbit", "burst", "256kb", "latency", f"{latency_s * 1e3:g}ms"]
+        )
+
+
 @contextlib.contextmanager
-def shaped(rate: str) -> Iterator[str]:
-    """A namespace whose way out is shaped to `rate` (as tc writes it). Raises PenstockError where it can't be made."""
+def shaped(rate_mbit_s: float) -> Iterator[ShapedLink]:
+    """A namespace whose way out is shaped. Raises PenstockError where it can't be made."""
     if not shutil.which("ip") or not shutil.which("tc"):
         raise PenstockError("ip and tc are not installed")
     inside = ["ip", "-n", NAMESPACE]
@@ -165,17 +209,21 @@ def shaped(rate: str) -> Iterator[str]:
         [*inside, "addr", "add", f"{THERE}/30", "dev", "penstock1"],
         [*inside, "link", "set", "penstock1", "up"],
         [*inside, "link", "set", "lo", "up"],
-        ["tc", "-n", NAMESPACE, "qdisc", "add", "dev", "penstock1", "root"]
-        + ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"],
     ]
     try:
         for step in steps:
-            done = subprocess.run(step, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise PenstockError(f"{' '.join(step[:4])}: {done.stderr.strip()}")
-        yield NAMESPACE
+            _run(step)
+        link = ShapedLink(NAMESPACE)
+        link.shape(rate_mbit_s, change=False)
+        yield link
     finally:
         subprocess.run(["ip", "netns", "del", NAMESPACE], capture_output=True, check=False)
+
+
+def _run(step: list[str]) -> None:
+    done = subprocess.run(step, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PenstockError(f"{' '.join(step[:4])}: {done.stderr.strip()}")
 
 
 def _heard(sending: asyncio.Task[None]) -> None:

@@ -1,4 +1,4 @@
-"""Weights over a link of known rate: one instance, eight of them in processes of their own, and one that generates."""
+"""Weights over a link of known rate: one instance, and one that generates; eight are in `weights_eight`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.common import Result, at_least, at_most, skipped
-from penstock.bench.weights_link import THERE, TOKEN, DelayProxy, InstanceProcess, StoreProcess, shaped
+from penstock.bench.weights_eight import eight_and_one
+from penstock.bench.weights_link import (
+    CHUNK_BYTES,
+    ROUND_TRIP_S,
+    THERE,
+    TOKEN,
+    DelayProxy,
+    StoreProcess,
+    files_of,
+    shaped,
+)
 from penstock.errors import PenstockError
 from penstock.instance.loading import WeightLoader
 
 __all__ = ["over_shaped_links"]
 
-CHUNK_BYTES = 4 << 20
-ROUND_TRIP_S = 0.02
-INSTANCES = 8
-ROUNDS = 3
 PULLS = 5
 MODEL: dict[str, Any] = {
     "vocab_size": 8192,
@@ -38,34 +44,26 @@ MODEL: dict[str, Any] = {
 def over_shaped_links(before: bytes, after: bytes, size: int) -> list[Result]:
     """`before` and `after` for one instance; the first `size` bytes of them for eight."""
     results = []
-    for rate, bounds in (("1gbit", True), ("100mbit", False)):
+    for rate_mbit_s, bounds in ((1000.0, True), (100.0, False)):
         with contextlib.ExitStack() as parts:
             folder = Path(parts.enter_context(tempfile.TemporaryDirectory()))
             try:
-                namespace = parts.enter_context(shaped(rate))
+                link = parts.enter_context(shaped(rate_mbit_s))
             except PenstockError as error:
                 return [skipped("weights over a shaped link", "x", f"no shaped link here: {error}")]
             if bounds:
-                results += asyncio.run(_sooner(folder, namespace, before, after))
-                results += asyncio.run(_pause(folder, namespace))
+                results += asyncio.run(_sooner(folder, link.namespace, before, after))
+                results += asyncio.run(_pause(folder, link.namespace))
             # On the slower link a quarter of the bytes take as long, and the processor has time.
             part = size if bounds else size // 4
-            for codec, ways in (("delta", ""), ("delta", "shm"), ("raw", "")):
-                results.append(_eight(folder, namespace, rate, codec, ways, before[:part], after[:part], bounds))
+            results += eight_and_one(folder, link, rate_mbit_s, before[:part], after[:part], bounds)
     return results
-
-
-def _files(folder: Path, name: str, *versions: bytes) -> list[Path]:
-    paths = [folder / f"{name}-{k}" for k in range(len(versions))]
-    for path, data in zip(paths, versions):
-        path.write_bytes(data)
-    return paths
 
 
 async def _sooner(folder: Path, namespace: str, before: bytes, after: bytes) -> list[Result]:
     """An agent's loader, links and memory kept from version to version, as it goes on in a run."""
     size = len(after)
-    store = StoreProcess(_files(folder, "pair", before, after), CHUNK_BYTES, namespace, THERE)
+    store = StoreProcess(files_of(folder, "pair", before, after), CHUNK_BYTES, namespace, THERE)
     proxy = DelayProxy(store.address, ROUND_TRIP_S / 2)
     whole, differences = (WeightLoader(TOKEN, codec=codec, connections=4) for codec in ("raw", "delta"))
     try:
@@ -96,63 +94,6 @@ async def _timed(loader: WeightLoader, address: str, version: int) -> float:
     began = time.perf_counter()
     await loader.pull(address, version, 300)
     return time.perf_counter() - began
-
-
-def _eight(
-    folder: Path, namespace: str, rate: str, codec: str, ways: str, before: bytes, after: bytes, bounds: bool
-) -> Result:
-    """Each round has a version of its own, with the same weights, so that nobody has anything of it yet.
-
-    With `ways` the instances share this machine's memory; without, each has a copy, as on machines of their own.
-    """
-    versions = [before] + [after] * (2 * ROUNDS)
-    files = _files(folder, f"{codec}-{rate}", *versions)
-    store = StoreProcess(files, CHUNK_BYTES, namespace, THERE)
-    instances: list[InstanceProcess] = []
-    try:
-        asyncio.run(_encode_ahead(store.address, codec, 2 * ROUNDS))
-        instances += [InstanceProcess(store.address, ROUND_TRIP_S / 2, codec, ways) for _ in range(INSTANCES)]
-        sent = [instance.said()[1] for instance in instances]
-        ones: list[float] = []
-        eights: list[float] = []
-        trainer_bytes = 0
-        for number in range(1, 2 * ROUNDS + 1):
-            alone = number <= ROUNDS
-            took, now = _round(instances[:1] if alone else instances, number)
-            (ones if alone else eights).append(took)
-            if not alone:
-                trainer_bytes = sum(now) - sum(sent)
-            sent = now if not alone else now + sent[1:]
-    finally:
-        for instance in instances:
-            instance.kill()
-        store.kill()
-    one_s, eight_s = statistics.median(ones), statistics.median(eights)
-    name = f"{INSTANCES} instances / 1 at {rate}, {codec}{', one copy in shared memory' if ways else ''}"
-    note = (
-        f"{len(after) / 2**20:.0f} MiB: {one_s:.3f} s and {eight_s:.3f} s, each instance a process that verifies; "
-        f"the trainer sent {trainer_bytes / 1e6:.1f} MB for {INSTANCES}"
-    )
-    ratio = eight_s / one_s
-    return at_most(name, ratio, 1.5, "x", note) if bounds else Result(name, ratio, "x", note=note)
-
-
-def _round(instances: list[InstanceProcess], version: int) -> tuple[float, list[int]]:
-    began = time.monotonic()
-    for instance in instances:
-        instance.get(version)
-    said = [instance.said() for instance in instances]
-    return max(float(at) for at, _ in said) - began, [sent for _, sent in said]
-
-
-async def _encode_ahead(address: str, codec: str, versions: int) -> None:
-    if codec == "raw":
-        return
-    loader = WeightLoader(TOKEN, codec=codec)
-    loader.serves(await loader.pull(address, 0, 300))
-    for version in range(1, versions + 1):
-        await loader.pull(address, version, 300)
-    await loader.close()
 
 
 async def _pause(folder: Path, namespace: str) -> list[Result]:

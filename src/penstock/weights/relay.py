@@ -27,7 +27,7 @@ __all__ = ["Relay"]
 
 KEEP_VERSIONS = 2
 WAIT_S = 5.0
-"""For a chunk, or for a version that this instance has asked for itself; then the puller goes to the trainer."""
+"""For anything of a version to come that this instance has asked for itself; then the puller goes to the trainer."""
 
 
 @dataclass(slots=True)
@@ -231,13 +231,16 @@ class _RelayLease:
     async def chunk(self, index: int) -> Bytes:
         passing = self._passing
         try:
-            async with asyncio.timeout(self._wait_s):
-                while index not in passing.have:
-                    if passing.forgotten:
-                        raise NotReady(f"it has gone on from {self._encoding} to newer versions")
+            while index not in passing.have:
+                if passing.forgotten:
+                    raise NotReady(f"it has gone on from {self._encoding} to newer versions")
+                # On a slow link a chunk comes late though others come all the time.
+                async with asyncio.timeout(self._wait_s):
                     await passing.arrived.wait()
         except TimeoutError:
-            raise NotReady(f"chunk {index} of {self._encoding} did not reach it within {self._wait_s:g} s") from None
+            raise NotReady(
+                f"chunk {index} of {self._encoding} has not reached it, and nothing of it did for {self._wait_s:g} s"
+            ) from None
         return passing.have[index]
 
     def close(self) -> None:
