@@ -80,6 +80,45 @@ async def test_a_socket_is_closed_once_its_thread_has_left_it(monkeypatch: pytes
     other.close()
 
 
+async def test_a_thread_goes_on_with_what_is_left_until_it_is_stopped() -> None:
+    one, other = pair()
+    one.setblocking(False)
+    held = BulkSocket(one)
+    first, second = bytearray(BULK_BYTES), bytearray(BULK_BYTES)
+    parts = [memoryview(first), memoryview(second)]
+    sending = asyncio.create_task(asyncio.to_thread(other.sendall, b"x" * (BULK_BYTES + 5)))
+    came = 0
+    while came < BULK_BYTES + 5:
+        came += await held.receive_some(after(parts, came), min(BULK_BYTES, BULK_BYTES + 5 - came))
+    await sending
+    assert first == b"x" * BULK_BYTES
+    assert second[:5] == b"xxxxx"
+    while held.receives:
+        assert await held.receive_some(after(parts, came), 1) == 0
+    waiting = asyncio.create_task(held.receive_some(after(parts, came), 1))
+    await asyncio.sleep(0)
+    await held.stop()
+    assert await waiting == 0
+    assert one.fileno() == -1
+    assert not any(second[5:])
+    other.close()
+
+
+async def test_parts_are_let_go_once_they_are_filled() -> None:
+    """Memory that somebody refers to is not staged in again."""
+    one, other = pair()
+    one.setblocking(False)
+    held, into = BulkSocket(one), bytearray(BULK_BYTES)
+    sending = asyncio.create_task(asyncio.to_thread(other.sendall, bytes(BULK_BYTES)))
+    came = 0
+    while came < BULK_BYTES:
+        came += await held.receive_some(after([memoryview(into)], came), BULK_BYTES - came)
+    await sending
+    into.append(0)
+    held.close()
+    other.close()
+
+
 def test_what_is_left_of_parts() -> None:
     parts = [memoryview(b"abc"), memoryview(b""), memoryview(b"de")]
     for sent in range(6):

@@ -321,6 +321,9 @@ class CutLink:
         self.cut.left -= 1
         return await self.link.chunks_into(indices[:1], intos[:1])
 
+    async def stop(self) -> None:
+        self.close()
+
     def close(self) -> None:
         self.link.close()
 

@@ -491,6 +491,9 @@ class GatedLink:
             await self.gate.go_on.wait()
         return await self.link.chunks_into(indices[:1], intos[:1])
 
+    async def stop(self) -> None:
+        self.close()
+
     def close(self) -> None:
         self.link.close()
 
@@ -575,6 +578,9 @@ class LyingTransport:
         chunk = self.manifest_.chunks[indices[0]]
         intos[0][:] = self.stream[chunk.offset : chunk.offset + chunk.raw_nbytes]
         return 1
+
+    async def stop(self) -> None:
+        self.close()
 
     def close(self) -> None:
         self.closed += 1

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 
 __all__ = ["BULK_BYTES", "BulkSocket", "after"]
 
@@ -21,6 +22,10 @@ BULK_BYTES = 1 << 20
 """Less is not worth the way to a thread and back."""
 LINGER_US = 2000
 """A thread waits so long for the next byte: pauses on a fast link are shorter, those on a slow one are the loop's."""
+PIECE_BYTES = 1 << 20
+"""A thread that receives is woken once so much is there, and not for every packet."""
+HOME_BUFFER_BYTES = 512 * 1024
+"""Between two processes of one machine: what is sent is received while it is still in the processor's cache."""
 TIMEVAL = struct.Struct("@ll")
 THREADS = 16
 PARTS = 512
@@ -42,17 +47,37 @@ class BulkSocket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
         self._moving: Future[int] | None = None
+        self._filling: _Filling | None = None
+
+    @property
+    def receives(self) -> bool:
+        """Whether a thread fills what is left of the parts last given."""
+        return self._filling is not None
 
     async def receive_some(self, parts: Sequence[memoryview], least: int) -> int:
         """Bytes received into `parts`: `least` or more that were there, fewer where no more came for a moment.
 
-        Raises OSError.
+        The thread goes on with what is left of them; the next call is for that. Raises OSError.
         """
-        return await self._move(partial(_receive, self._socket, parts, least))
+        filling = self._filling
+        if filling is None:
+            filling = self._filling = _Filling(self._socket, parts)
+            self._moving = _threads().submit(filling.run)
+            self._moving.add_done_callback(filling.ended)
+        if not await filling.has(least):
+            self._filling = None
+        return filling.taken()
 
     async def send_some(self, parts: Sequence[memoryview]) -> int:
         """Bytes sent, from 0 to all; fewer than all where the peer took no more for a moment. Raises OSError."""
-        return await self._move(partial(_send, self._socket, parts))
+        self._moving = _threads().submit(_send, self._socket, parts)
+        return await asyncio.wrap_future(self._moving)
+
+    async def stop(self) -> None:
+        """Closes it, and returns once nothing more is written anywhere."""
+        self.close()
+        if self._moving is not None:
+            await asyncio.gather(asyncio.wrap_future(self._moving), return_exceptions=True)
 
     def close(self) -> None:
         """At once, or as soon as the thread has left it: a descriptor in use may not be given to another file."""
@@ -63,23 +88,66 @@ class BulkSocket:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._moving.add_done_callback(lambda _: self._socket.close())
 
-    async def _move(self, work: Callable[[], int]) -> int:
-        self._moving = _threads().submit(work)
-        return await asyncio.wrap_future(self._moving)
 
+class _Filling:
+    """Parts that a thread fills one after the other, while the event loop takes note of what has come."""
 
-def _receive(sock: socket.socket, parts: Sequence[memoryview], least: int) -> int:
-    came = 0
-    with _blocking(sock):
-        while came < least:
-            # Waits that are so long together end the call; with nothing come, by a BlockingIOError.
-            got = sock.recvmsg_into(after(parts, came)[:1], 0, socket.MSG_WAITALL)[0]
-            if not got:
-                return came  # The end is there to be read again.
-            came += got
-        if rest := after(parts, came)[:PARTS]:
-            came += sock.recvmsg_into(rest, 0, socket.MSG_DONTWAIT)[0]
-    return came
+    def __init__(self, sock: socket.socket, parts: Sequence[memoryview]) -> None:
+        self._socket = sock
+        self._parts = list(parts)
+        self._nbytes = sum(map(len, parts))
+        self._came = self._taken = 0
+        self._wanted = 0
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        self._end: Future[int] | None = None
+
+    def run(self) -> int:
+        """On the thread: until all is filled, or nothing more came for a moment."""
+        try:
+            with _blocking(self._socket), _woken_by_pieces(self._socket) as wait_for:
+                while self._came < self._nbytes:
+                    left = after(self._parts, self._came)
+                    left[0] = left[0][:PIECE_BYTES]
+                    wait_for(len(left[0]))
+                    # Waits that are so long together end the call; with nothing come, by a BlockingIOError.
+                    got = self._socket.recvmsg_into(left[:1], 0, socket.MSG_WAITALL)[0]
+                    if not got:
+                        break  # The end is there to be read again.
+                    if got == len(left[0]) < BULK_BYTES and len(left) > 1:
+                        with contextlib.suppress(BlockingIOError):
+                            got += self._socket.recvmsg_into(left[1:PARTS], 0, socket.MSG_DONTWAIT)[0]
+                    self._came += got
+                    if self._came >= self._wanted:
+                        self._tell()
+        finally:
+            self._parts.clear()  # Memory is given out again once nobody refers to it.
+        return self._came
+
+    def ended(self, end: Future[int]) -> None:
+        self._end = end
+        self._tell()
+
+    def _tell(self) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed: nobody listens any more.
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    async def has(self, least: int) -> bool:
+        """Waits for so much that was not taken. False where the thread has ended; what it got may be less."""
+        self._wanted = min(self._taken + least, self._nbytes)
+        while self._end is None and (self._came < self._wanted or self._came == self._nbytes):
+            self._news.clear()
+            if self._end is None and (self._came < self._wanted or self._came == self._nbytes):
+                await self._news.wait()
+        return self._end is None
+
+    def taken(self) -> int:
+        """Bytes that came since the last time. Raises OSError where the thread has ended of it, and nothing came."""
+        new = self._came - self._taken
+        if self._end is not None and not new:
+            self._end.result()
+        self._taken += new
+        return new
 
 
 def _send(sock: socket.socket, parts: Sequence[memoryview]) -> int:
@@ -98,18 +166,36 @@ def _unpaced_at_home(sock: socket.socket) -> None:
         # A peer that is gone already has no name; a system may have no such algorithm.
         with contextlib.suppress(OSError):
             if sock.getpeername()[0] == sock.getsockname()[0]:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HOME_BUFFER_BYTES)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+
+
+@contextlib.contextmanager
+def _woken_by_pieces(sock: socket.socket) -> Iterator[Callable[[int], None]]:
+    """Gives what says how many bytes the next call waits for."""
+    least = 1
+
+    def wait_for(nbytes: int) -> None:
+        nonlocal least
+        if nbytes != least:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            least = nbytes
+
+    try:
+        yield wait_for
+    finally:
+        wait_for(1)
 
 
 @contextlib.contextmanager
 def _blocking(sock: socket.socket) -> Iterator[None]:
     """The system waits: one call for a whole piece, where a poll for each bit of it costs more than the bytes do."""
-    sock.setblocking(True)
+    os.set_blocking(sock.fileno(), True)
     try:
         with contextlib.suppress(BlockingIOError):
             yield
     finally:
-        sock.setblocking(False)
+        os.set_blocking(sock.fileno(), False)
 
 
 def after(parts: Sequence[memoryview], nbytes: int) -> list[memoryview]:

@@ -82,12 +82,16 @@ class Framed(Protocol):
     async def read_into(self, into: memoryview) -> None: ...
 
     async def read_parts(self, parts: Sequence[memoryview], least: int) -> int:
-        """Fills `parts` one after the other, until `least` bytes came or more that were there; returns how many."""
+        """Fills `parts` one after the other, until `least` bytes came or more that were there; returns how many.
+
+        The rest may be written to meanwhile, and is what has to be read next."""
         ...
 
     async def read_message(self, wait_s: float = 0.0) -> memoryview:
         """`wait_s` is granted for the first byte, beyond the deadline for any other."""
         ...
+
+    async def stop(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -134,7 +138,8 @@ class FramedSocket:
     async def read_parts(self, parts: Sequence[memoryview], least: int, wait_s: float = 0.0) -> int:
         """Fills `parts` one after the other, until `least` bytes came or more that were there; returns how many.
 
-        Small reads take what else is there with them, for the next ones.
+        Small reads take what else is there with them, for the next ones. Large ones go on meanwhile: the next is for
+        the rest of `parts`.
         """
         left, came = after(parts, 0), 0
         try:
@@ -154,7 +159,8 @@ class FramedSocket:
             left[0][: len(found)] = found
             self._ahead = self._ahead[len(found) :]
             return len(found)
-        if sum(map(len, left)) >= BULK_BYTES and (got := await self._bulk.receive_some(left, least)):
+        many = self._bulk.receives or sum(map(len, left)) >= BULK_BYTES
+        if many and (got := await self._bulk.receive_some(left, least)):
             return got
         into = _on_the_loop(left[0])
         small = len(into) < PIECE_BYTES
@@ -174,6 +180,10 @@ class FramedSocket:
         body = memoryview(bytearray(message_length(header)))
         await self.read_into(body)
         return body
+
+    async def stop(self) -> None:
+        """Closes it, and returns once nothing more is written anywhere."""
+        await self._bulk.stop()
 
     def close(self) -> None:
         self._bulk.close()
@@ -447,6 +457,10 @@ class TcpLink:
         except WayClosed as error:
             self._on_closed(str(error))
             raise LinkLost(str(error)) from error
+
+    async def stop(self) -> None:
+        await self._framed.stop()
+        self.close()
 
     def close(self) -> None:
         self._framed.close()

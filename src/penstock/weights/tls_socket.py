@@ -121,6 +121,10 @@ class TlsSocket:
         await self.read_into(body)
         return body
 
+    async def stop(self) -> None:
+        """Closes it; what is read is written by the caller's own task."""
+        self.close()
+
     def close(self) -> None:
         self._writer.close()
 

@@ -97,7 +97,11 @@ class WeightLink(Protocol):
 
     async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview]) -> int:
         """Fills the first of `intos` with the next chunks asked for, which are `indices`; returns how many came, at
-        least one. They are not verified yet."""
+        least one. They are not verified yet. The rest may be written to until all came or the link is stopped."""
+        ...
+
+    async def stop(self) -> None:
+        """Closes the link, and returns once nothing more is written anywhere."""
         ...
 
     def close(self) -> None: ...
