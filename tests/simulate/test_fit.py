@@ -18,7 +18,7 @@ from penstock.observe import events
 from penstock.observe.events import Event, Work
 from penstock.observe.log import EventLog
 from penstock.simulate.fit import NEVER_FULL, fit_profile
-from penstock.simulate.least_squares import robust_fit
+from penstock.simulate.least_squares import Prior, robust_fit
 from penstock.simulate.observed import gather
 from penstock.simulate.own_run import OFF, own_run
 from penstock.simulate.profiles import shipped
@@ -71,6 +71,38 @@ def answers(batch: str, step: int = 0) -> Event:
     return events.AnswersEnded(
         ts=0.0, batch=batch, prompts=4, samples=32, prompt_tokens=50.0, quantiles=lengths, prompt_share=0.4
     )
+
+
+def test_a_stall_in_the_one_row_with_prefill_is_not_what_prefill_costs() -> None:
+    rng = random.Random(3)
+    slow = [msgspec.structs.replace(work(rng, slowness=2.0), prefilled=0) for _ in range(12)]
+    bare_s = [2 * (TRUTH[0] * row.steps + TRUTH[1] * row.tokens + TRUTH[2] * row.context_steps) for row in slow]
+    slow = [msgspec.structs.replace(row, wall_s=s * (1 + rng.gauss(0, 0.02))) for row, s in zip(slow, bare_s)]
+    shortest = min(range(12), key=lambda k: slow[k].wall_s)
+    row = slow[shortest]
+    slow[shortest] = msgspec.structs.replace(row, prefilled=16, wall_s=row.wall_s * 1.03)
+    of_it = events.InstanceWorked(ts=0.0, instance="s", name="s", reserved=False, max_running=256, work=slow)
+    profile = fit_profile(gather(log_of(worked(rng, "a", rows=30, noise=0.02), of_it))).profile
+    found = profile.kinds["spot-s"]
+    # The stall over 16 tokens comes to more than twenty times as much.
+    assert 0.03 * row.wall_s / 16 > 20 * 2 * TRUTH[3]
+    assert 0.3 * 2 * TRUTH[3] < found.prefill_s_per_token < 3 * 2 * TRUTH[3]
+    assert found.step_base_s == pytest.approx(2 * TRUTH[0], rel=0.1)
+
+
+def test_what_is_known_before_counts_for_as_much_as_rows_leave_open() -> None:
+    walls = np.array([1.0, 2.0, 4.0, 3.0])
+    design = np.stack([walls, np.zeros(4)], axis=1)
+    none = robust_fit(design, walls, walls, {0: Prior(7.0, 7.0), 1: Prior(5.0, 1.0)})
+    assert none.values == pytest.approx((1.0, 5.0), rel=1e-4)
+    # One row alone shows the second: it is a tenth off the first one's, as rows are here.
+    noisy = walls * np.array([1.1, 0.9, 1.1, 1.1])
+    design[3, 1] = 1.0
+    alone = robust_fit(design, noisy, np.ones(4)).values[1]
+    tight = robust_fit(design, noisy, np.ones(4), {1: Prior(0.0, 0.01)}).values[1]
+    loose = robust_fit(design, noisy, np.ones(4), {1: Prior(0.0, 100.0)}).values[1]
+    assert tight < 0.05 * alone
+    assert loose == pytest.approx(alone, rel=0.05)
 
 
 def test_a_profile_sends_and_reports_as_its_run_did() -> None:

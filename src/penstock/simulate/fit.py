@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.simulate.least_squares import Solution, robust_fit
+from penstock.simulate.least_squares import Prior, Solution, robust_fit
 from penstock.simulate.observed import Observed, WorkRow
 from penstock.simulate.profiles import Lengths, MachineProfile, Prices, Profile, Training
 
@@ -35,6 +35,8 @@ LIKE = 0.1
 UNEXPLAINED = 0.1
 """Median residual beyond which a fit does not explain its own rows."""
 NEVER_FULL = 1 << 40
+PREFILL = 3
+"""Its place among the unknowns."""
 
 
 @dataclass
@@ -53,7 +55,8 @@ def fit_profile(seen: Observed, prices: Prices | None = None) -> Fitted:
     _enough(seen)
     notes: list[str] = []
     kinds = _kinds(seen.rows)
-    fits = {name: _machine(rows, seen, notes, name) for name, rows in kinds.items()}
+    priors = _priors(kinds)
+    fits = {name: _machine(rows, priors[name], seen, notes, name) for name, rows in kinds.items()}
     names = {name: sorted({row.name for row in rows}) for name, rows in kinds.items()}
     reserved = [name for name, rows in kinds.items() if rows[0].reserved]
     remote = [name for name, rows in kinds.items() if not rows[0].reserved]
@@ -131,8 +134,7 @@ def _alike(rows: Sequence[WorkRow]) -> list[list[WorkRow]]:
     slowness: dict[str, float] = {}
     for name in {row.name for row in rows}:
         own = [row for row in rows if row.name == name]
-        predicted = sum(_dot(whole.values, row) for row in own)
-        slowness[name] = sum(row.work.wall_s for row in own) / max(predicted, 1e-12)
+        slowness[name] = _slowness(own, whole)
     ordered = sorted(slowness, key=lambda name: slowness[name])
     groups: list[list[str]] = [[ordered[0]]]
     for before, name in itertools.pairwise(ordered):
@@ -142,8 +144,28 @@ def _alike(rows: Sequence[WorkRow]) -> list[list[WorkRow]]:
     return [[row for row in rows if row.name in group] for group in groups]
 
 
-def _machine(rows: Sequence[WorkRow], seen: Observed, notes: list[str], kind: str) -> tuple[MachineProfile, Solution]:
-    solution = _solve(rows)
+def _priors(kinds: Mapping[str, Sequence[WorkRow]]) -> dict[str, dict[int, Prior]]:
+    """What each kind is like as far as its own rows don't tell: all machines together, as much slower as it is, to
+    within as much again. Most prefill comes to machines that begin, and is in no row: a kind may have a single row with
+    16 tokens of it, to which any stall could be put down."""
+    rows = [row for part in kinds.values() for row in part]
+    # A token costs less when it comes with others of its prompt than when it is drawn.
+    drawn_s = sum(row.work.wall_s for row in rows) / max(1, sum(row.work.tokens for row in rows))
+    prefill = {PREFILL: Prior(0.0, drawn_s)}
+    whole = _solve(rows, prefill)
+    slowness = {name: _slowness(part, whole) for name, part in kinds.items()}
+    scaled = [slowness[name] for name, part in kinds.items() for _ in part]
+    values = _solve(rows, prefill, scaled).values
+    return {
+        name: {k: Prior(slow * value, slow * value) for k, value in enumerate(values) if value > 0}
+        for name, slow in slowness.items()
+    }
+
+
+def _machine(
+    rows: Sequence[WorkRow], priors: Mapping[int, Prior], seen: Observed, notes: list[str], kind: str
+) -> tuple[MachineProfile, Solution]:
+    solution = _solve(rows, priors)
     if solution.median_residual > UNEXPLAINED:
         notes.append(
             f"{kind}: WARNING: its rows are off by {solution.median_residual:.0%} in the middle, more than "
@@ -183,13 +205,24 @@ def _memory(rows: Sequence[WorkRow], notes: list[str], kind: str) -> int:
     return most
 
 
-def _solve(rows: Sequence[WorkRow]) -> Solution:
+def _slowness(rows: Sequence[WorkRow], whole: Solution) -> float:
+    """Seconds that some rows took, over those that a solution of all says."""
+    predicted = sum(_dot(whole.values, row) for row in rows)
+    return sum(row.work.wall_s for row in rows) / max(predicted, 1e-12)
+
+
+def _solve(
+    rows: Sequence[WorkRow], priors: Mapping[int, Prior] | None = None, slowness: Sequence[float] | None = None
+) -> Solution:
+    """`slowness`: of each row's machine, beside the one that is solved for."""
     import numpy as np
 
     design = np.array([[r.work.steps, r.work.tokens, r.work.context_steps, r.work.prefilled] for r in rows], float)
+    if slowness is not None:
+        design *= np.array(slowness)[:, None]
     walls = np.array([row.work.wall_s for row in rows])
     # A row of a minute says as much as sixty of a second.
-    return robust_fit(design, walls, walls)
+    return robust_fit(design, walls, walls, priors)
 
 
 def _dot(values: Sequence[float], row: WorkRow) -> float:
