@@ -34,6 +34,24 @@ def test_the_context_at_which_samples_wait_is_learned_and_bounds_places() -> Non
     assert policy.places(load) == 256
 
 
+def test_a_new_instance_s_memory_is_like_the_smallest_of_its_own_kind_whenever_that_is_told() -> None:
+    policy = Balanced(8)
+    loads = [InstanceLoad("a", 0, 256), InstanceLoad("b", 0, 256), InstanceLoad("own", 0, 256, reserved=True)]
+    new = [InstanceLoad("c", 0, 256), InstanceLoad("own2", 0, 256, reserved=True)]
+    for name, context in (("a", 100_000), ("b", 90_000), ("own", 40_000)):
+        policy.report(report(name, 50, context, pending=30))
+    policy.assign(Queue(0), loads + new)
+    assert [policy.memory(load.instance) for load in new] == [90_000, 40_000]
+    policy.report(report("own", 50, 50_000, pending=30))
+    policy.gone("b")
+    assert [policy.memory(load.instance) for load in new] == [100_000, 50_000]
+    # One of which the kind is told after it was asked about.
+    policy.report(report("d", 50, 60_000, pending=30))
+    assert policy.memory("c") == 100_000
+    policy.assign(Queue(0), [InstanceLoad("d", 0, 256)])
+    assert policy.memory("c") == 60_000
+
+
 def test_answers_that_are_known_say_how_many_fit() -> None:
     policy = Balanced(8)
     policy.report(report("a", 50, 100_000, pending=1))

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report, ShortestQueue
 from penstock.rollout.curves import AnswerLengths, Speed, StepCurve, drain_s
-from penstock.rollout.plan import Engine, Plan
+from penstock.rollout.plan import Engine, Plan, limited
 
 __all__ = ["Balanced"]
 
@@ -49,12 +49,16 @@ class Balanced(ShortestQueue):
     """Tokens of context that an instance held at most while samples waited at it."""
     _reserved: dict[str, bool] = field(default_factory=dict)
     """Whether it is the trainer's own: one kind has another memory than the other."""
+    _smallest: dict[bool | None, float] = field(default_factory=dict)
+    """Memory by kind, worked out since one of them changed."""
     _context: float = 0.0
     """Of one running sequence, as reported lately."""
     _elapsed_s: float | None = None
     """Since the step began, at the last question; None: the plan is for none."""
     _report_s: float = 0.0
     """Covered by a report lately: what would be gained within one was not measured."""
+    _shares: tuple[float, float] | None = None
+    """Of remote and of reserved instances' places, at the last question; None: the plan is for none."""
     _per_prompt: int = 1
     _weights: dict[str, float] = field(default_factory=dict)
     """Worked out since the last report of each."""
@@ -74,6 +78,7 @@ class Balanced(ShortestQueue):
         if report.pending or report.instance in self._memory:
             # What it holds without anybody waiting fits, too.
             self._memory[report.instance] = max(self._memory.get(report.instance, 0.0), report.context_tokens)
+            self._smallest.clear()
         if report.running > 0:
             context = report.context_tokens / report.running
             self._context += (context - self._context) * (LATELY if self._context else 1.0)
@@ -89,6 +94,7 @@ class Balanced(ShortestQueue):
         self.curves.pop(instance, None)
         for known in (self._memory, self._weights, self._reserved):
             known.pop(instance, None)
+        self._smallest.clear()
 
     def follow(self, plan: Plan) -> None:
         """Gives instances as many samples as a plan says."""
@@ -104,33 +110,47 @@ class Balanced(ShortestQueue):
     def memory(self, instance: str) -> float:
         """Tokens of context that fit an instance, as far as was seen; a new one is taken to be like the smallest."""
         known = self._memory.get(instance)
-        if known is None:
-            alike = self._reserved.get(instance)
-            return min((m for name, m in self._memory.items() if self._reserved.get(name) == alike), default=math.inf)
-        return known
+        if known is not None or not self._memory:
+            return math.inf if known is None else known
+        kind = self._reserved.get(instance)
+        smallest = self._smallest.get(kind)
+        if smallest is None:
+            alike = (memory for name, memory in self._memory.items() if self._reserved.get(name) == kind)
+            smallest = self._smallest[kind] = min(alike, default=math.inf)
+        return smallest
 
     def places(self, load: InstanceLoad) -> int:
         """Sequences that an instance runs at once, with as much context as they have on average."""
-        fits = self.memory(load.instance) / max(1.0, self.lengths.mean_progress or self._context)
-        return int(max(1.0, min(load.max_running, fits)))
+        memory = self.memory(load.instance)
+        if memory == math.inf:
+            return load.max_running
+        return int(max(1.0, min(load.max_running, memory / max(1.0, self.lengths.mean_progress or self._context))))
 
     def engine(self, load: InstanceLoad, starts_s: float) -> Engine | None:
         """An instance for a plan; None while its speed is not known."""
-        self._reserved[load.instance] = load.reserved
+        self._note(load)
         speed = self.speed(load.instance)
         return None if speed is None else Engine(speed, load.max_running, starts_s, self.memory(load.instance))
 
     def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
         self._per_prompt, self._elapsed_s = queue.samples_per_prompt, queue.elapsed_s
-        self._reserved.update((load.instance, load.reserved) for load in loads)
+        for load in loads:
+            self._note(load)
+        self._shares = None
+        if self.plan is not None and queue.elapsed_s is not None:
+            at = queue.elapsed_s, self.plan.window_s
+            self._shares = (self.plan.remote.share(*at), self.plan.reserved.share(*at))
         return super().assign(queue, loads)
 
+    def _note(self, load: InstanceLoad) -> None:
+        if self._reserved.get(load.instance) is not load.reserved:
+            self._reserved[load.instance] = load.reserved
+            self._smallest.clear()
+
     def room(self, load: InstanceLoad) -> int:
-        if self.plan is not None and self._elapsed_s is not None:
-            limits = self.plan.reserved if load.reserved else self.plan.remote
-            limit = limits.samples(load.max_running, self._elapsed_s, self.plan.window_s)
+        if self._shares is not None:
             # What fits its memory was replayed, and is not guessed again.
-            return min(super().room(load), limit)
+            return min(super().room(load), limited(load.max_running, self._shares[load.reserved]))
         if load.pending:
             return super().room(load)
         return self.places(load) + self.max_pending

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.rollout.curves import Speed
 
-__all__ = ["ONE_BY_ONE", "Engine", "Limits", "Plan", "Training", "best_plan", "replay", "search"]
+__all__ = ["ONE_BY_ONE", "Engine", "Limits", "Plan", "Training", "best_plan", "limited", "replay", "search"]
 
 WIDTHS = (0.06, 0.09, 0.13, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0)
 """Shares of an engine's places that reserved engines alone look at; the optimum is flat."""
@@ -99,13 +99,20 @@ class Limits:
     begin: float = 1.0
     end: float = 1.0
 
+    def share(self, elapsed_s: float, window_s: float) -> float:
+        """Of the places, at a time."""
+        if elapsed_s >= window_s or self.begin == self.end:
+            return self.end
+        return self.begin * (self.end / self.begin) ** (max(0.0, elapsed_s) / window_s)
+
     def samples(self, places: int, elapsed_s: float, window_s: float) -> int:
         """Of an engine with so many places; at least 1."""
-        if elapsed_s >= window_s or self.begin == self.end:
-            share = self.end
-        else:
-            share = self.begin * (self.end / self.begin) ** (max(0.0, elapsed_s) / window_s)
-        return max(1, round(share * places))
+        return limited(places, self.share(elapsed_s, window_s))
+
+
+def limited(places: int, share: float) -> int:
+    """Samples that an engine may hold at a share of its places; at least 1."""
+    return max(1, round(share * places))
 
 
 @dataclass(frozen=True, slots=True)
