@@ -522,6 +522,30 @@ def test_plans_are_made_of_the_last_step_s_answers_loads_and_hand_over() -> None
     assert policy.facts.training.switch_s == pytest.approx(0.4), "as handing over took"
 
 
+def test_a_plan_that_is_made_when_its_step_is_over_is_followed_by_one_of_what_was_learned_meanwhile() -> None:
+    world = TurnWorld()
+    policy = learned(world, steps=1)
+    manager, own, spot = world.manager, world.agents["peer-of-own"], world.agents["peer-of-spot"]
+    world.say("begins", "train-1")
+    assert policy.plans == {}
+    waited_for(world, "train-1", own, spot, plays=12)
+    assert manager.thinking, "the step was shorter than the thought"
+    of_it, ended = policy.facts, manager.windows.measured_groups
+    assert of_it is not None
+    assert of_it.groups != ended
+    world.say("begins", "train-2")
+    assert policy.facts is of_it, "what was begun is made to its end"
+    while not policy.plans:
+        assert manager.thinking
+        world.carry_out(manager.think(world.now))
+    world.carry_out(manager.think(world.now))
+    assert policy.facts.groups == ended, "and the next one goes by the last step's answers"
+    while manager.thinking:
+        world.carry_out(manager.think(world.now))
+    world.carry_out(manager.tick(world.now))
+    assert not manager.thinking, "once is enough"
+
+
 def test_until_there_is_a_first_plan_samples_go_out_one_by_one_and_the_engines_go_on() -> None:
     """What was given to a machine can't be taken back when the plan, a moment later, says that it is too wide."""
     world = TurnWorld()

@@ -91,6 +91,8 @@ class _Thinking:
 
     names: frozenset[str]
     """Of the remote instances that it is for."""
+    batch: str
+    """Of the step in which it was begun."""
     bits: Iterator[None]
 
 
@@ -315,7 +317,9 @@ class Windows:
         return self._out.now - step.account.began_s if step is not None and step.whole and not step.ended else None
 
     def think(self) -> None:
-        """One bit of the plan that is being made: some milliseconds. Once it is made, it is followed."""
+        """One bit of the plan that is being made: some milliseconds. Once it is made, it is followed. One that its step
+        did not wait for is made to its end, or steps shorter than a thought would have none; the step that is open by
+        then begins its own from there."""
         thinking, step = self._thinking, self._step
         if thinking is None:
             return
@@ -324,10 +328,13 @@ class Windows:
         self._thinking = None
         if step is None or not isinstance(self.policy, Offload):
             return
-        step.planned_for = thinking.names
         plan = self.policy.plans.get(len(thinking.names))
         if plan is not None:
             self._widen(plan)
+        if thinking.batch == step.batch:
+            step.planned_for = thinking.names
+        elif not step.ended:
+            self._plan_for(step, list(self._remote()))
         self.look()
         self._rearrange()
 
@@ -469,7 +476,7 @@ class Windows:
             return
         known, facts = self.policy.nearest(len(fleet)), self._facts(step, fleet)
         if facts is not None:
-            self._thinking = _Thinking(names, self.policy.planning(facts))
+            self._thinking = _Thinking(names, step.batch, self.policy.planning(facts))
         if known is not None:
             self._widen(known)
         elif facts is not None:
