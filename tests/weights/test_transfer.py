@@ -26,7 +26,7 @@ from penstock.weights.partial import Partial
 from penstock.weights.puller import NoMemory
 from penstock.weights.relay import Relay
 from penstock.weights.tcp import TcpTransport
-from penstock.weights.transport import Planned, WeightLink
+from penstock.weights.transport import Planned, WeightLink, Whole
 
 ELEMENTS = 60_000
 CHUNK = 8192
@@ -315,11 +315,11 @@ class CutLink:
         for index in indices:  # Each comes by itself.
             await self.link.ask_chunks(encoding, [index])
 
-    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview]) -> int:
+    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview], whole: Whole | None = None) -> int:
         if not self.cut.left:
             raise WeightError("cut for good")
         self.cut.left -= 1
-        return await self.link.chunks_into(indices[:1], intos[:1])
+        return await self.link.chunks_into(indices[:1], intos[:1], whole)
 
     async def stop(self) -> None:
         self.close()
@@ -343,8 +343,8 @@ class DeafLink(CutLink):
         for index in indices:  # Each comes by itself.
             await self.link.ask_chunks(encoding, [index])
 
-    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview]) -> int:
-        return await self.link.chunks_into(indices[:1], intos[:1])
+    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview], whole: Whole | None = None) -> int:
+        return await self.link.chunks_into(indices[:1], intos[:1], whole)
 
 
 async def test_what_a_sender_sent_before_it_died_is_not_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 
 import msgspec
 import pytest
@@ -17,7 +19,6 @@ from penstock.weights.addresses import format_address, parse_address
 from penstock.weights.manifest import Encoding
 from penstock.weights.plan import (
     ChunkQueue,
-    TensorProgress,
     check_chunk,
     check_manifest,
     check_tensors,
@@ -37,6 +38,7 @@ from penstock.weights.protocol import (
     prove,
     proven,
 )
+from penstock.weights.sums import TensorSums
 
 
 def manifest_of(stream: bytes = bytes(range(24)), chunk_bytes: int = 8) -> Manifest:
@@ -267,23 +269,51 @@ def test_what_is_no_address_is_refused(text: str) -> None:
     chunk_bytes=st.integers(1, 50),
     order=st.randoms(use_true_random=False),
 )
-def test_every_tensor_with_bytes_is_whole_once_when_the_last_chunk_of_it_is_there(
+def test_checksums_go_on_in_whatever_order_chunks_come(
     sizes: list[int], chunk_bytes: int, order: random.Random
 ) -> None:
-    tensors = tuple(TensorEntry(name=f"t{k}", dtype="U8", shape=(n,), nbytes=n, xxh3=0) for k, n in enumerate(sizes))
+    stream = order.randbytes(sum(sizes))
+    starts = list(accumulate(sizes, initial=0))
+    tensors = tuple(
+        TensorEntry(name=f"t{k}", dtype="U8", shape=(n,), nbytes=n, xxh3=digest(stream[at : at + n]))
+        for k, (n, at) in enumerate(zip(sizes, starts, strict=False))
+    )
     chunks = tuple(
         ChunkEntry(offset=start, nbytes=n, raw_nbytes=n, xxh3=0) for start, n in cut(sum(sizes), chunk_bytes)
     )
     manifest = msgspec.structs.replace(manifest_of(), tensors=tensors, chunks=chunks)
-    progress = TensorProgress(manifest)
-    offsets = tensor_offsets(tensors)
-    there: set[int] = set()
-    whole: list[int] = []
-    indices = list(range(len(chunks)))
-    order.shuffle(indices)
-    for index in indices:
-        there.update(range(chunks[index].offset, chunks[index].offset + chunks[index].nbytes))
-        for tensor in progress.came(index):
-            assert set(range(offsets[tensor], offsets[tensor + 1])) <= there
-            whole.append(tensor)
-    assert sorted([*whole, *progress.empty]) == list(range(len(sizes)))
+    staging = bytearray(len(stream))
+    sums = TensorSums(manifest, memoryview(staging))
+    bad = order.randrange(len(chunks)) if chunks else -1
+
+    def come(index: int, flip: int) -> None:
+        chunk = chunks[index]
+        part = slice(chunk.offset, chunk.offset + chunk.nbytes)
+        staging[part] = stream[part]
+        staging[chunk.offset] ^= flip
+        sums.came(index)
+
+    for index in order.sample(range(len(chunks)), len(chunks)):
+        with pytest.raises(WeightError, match=r"is not whole|does not verify"):
+            sums.check()
+        come(index, int(index == bad))
+    if chunks:
+        (wrong,) = sums.wrong()
+        with pytest.raises(WeightError, match=f"tensor t{wrong} of .* does not verify"):
+            sums.check()
+        assert bad in sums.chunks_of([wrong])
+        sums.lost(bad)
+        assert sums.wrong() == []
+        come(bad, 0)
+    sums.check()
+
+
+def test_one_thread_goes_on_for_those_that_bring_chunks_meanwhile() -> None:
+    chunk_bytes, count = 1000, 400
+    stream = random.Random(0).randbytes(chunk_bytes * count)
+    tensor = TensorEntry(name="t", dtype="U8", shape=(len(stream),), nbytes=len(stream), xxh3=digest(stream))
+    chunks = tuple(ChunkEntry(offset=a, nbytes=n, raw_nbytes=n, xxh3=0) for a, n in cut(len(stream), chunk_bytes))
+    sums = TensorSums(msgspec.structs.replace(manifest_of(), tensors=(tensor,), chunks=chunks), memoryview(stream))
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(sums.came, random.Random(1).sample(range(count), count)))
+    sums.check()

@@ -22,7 +22,7 @@ from penstock.weights import Manifest, StagedWeights, WeightStore, encode_manife
 from penstock.weights import protocol as words
 from penstock.weights.manifest import Encoding, sign_manifest
 from penstock.weights.tcp import FramedSocket, TcpTransport
-from penstock.weights.transport import Planned, WeightLink
+from penstock.weights.transport import Planned, WeightLink, Whole
 
 TOKEN = "the-run's-token"
 CONFIG = '{"model_type": "llama"}'
@@ -484,12 +484,12 @@ class GatedLink:
         for index in indices:  # Each comes by itself.
             await self.link.ask_chunks(encoding, [index])
 
-    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview]) -> int:
+    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview], whole: Whole | None = None) -> int:
         self.gate.left -= 1
         if self.gate.left == 0:
             self.gate.reached.set()
             await self.gate.go_on.wait()
-        return await self.link.chunks_into(indices[:1], intos[:1])
+        return await self.link.chunks_into(indices[:1], intos[:1], whole)
 
     async def stop(self) -> None:
         self.close()
@@ -574,7 +574,7 @@ class LyingTransport:
     async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
         return None
 
-    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview]) -> int:
+    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview], whole: Whole | None = None) -> int:
         chunk = self.manifest_.chunks[indices[0]]
         intos[0][:] = self.stream[chunk.offset : chunk.offset + chunk.raw_nbytes]
         return 1

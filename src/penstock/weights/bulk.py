@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
-__all__ = ["BULK_BYTES", "BulkSocket", "after"]
+__all__ = ["BULK_BYTES", "BulkSocket", "after", "nobody"]
 
 BULK_BYTES = 1 << 20
 """Less is not worth the way to a thread and back."""
@@ -37,6 +37,10 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, "weight-sockets")
 
 
+def nobody(number: int) -> None:
+    """Hears of a part that is filled, and does nothing."""
+
+
 class BulkSocket:
     """The large pieces of one socket, which is closed by `close` alone."""
 
@@ -54,14 +58,15 @@ class BulkSocket:
         """Whether a thread fills what is left of the parts last given."""
         return self._filling is not None
 
-    async def receive_some(self, parts: Sequence[memoryview], least: int) -> int:
+    async def receive_some(self, parts: Sequence[memoryview], least: int, whole: Callable[[int], None] = nobody) -> int:
         """Bytes received into `parts`: `least` or more that were there, fewer where no more came for a moment.
 
-        The thread goes on with what is left of them; the next call is for that. Raises OSError.
+        The thread goes on with what is left of them; the next call is for that. It tells `whole`, of the first call,
+        the number of each part that it has filled, before that counts as received. Raises OSError.
         """
         filling = self._filling
         if filling is None:
-            filling = self._filling = _Filling(self._socket, parts)
+            filling = self._filling = _Filling(self._socket, parts, whole)
             self._moving = _threads().submit(filling.run)
             self._moving.add_done_callback(filling.ended)
         if not await filling.has(least):
@@ -92,9 +97,10 @@ class BulkSocket:
 class _Filling:
     """Parts that a thread fills one after the other, while the event loop takes note of what has come."""
 
-    def __init__(self, sock: socket.socket, parts: Sequence[memoryview]) -> None:
+    def __init__(self, sock: socket.socket, parts: Sequence[memoryview], whole: Callable[[int], None]) -> None:
         self._socket = sock
         self._parts = list(parts)
+        self._whole = whole
         self._nbytes = sum(map(len, parts))
         self._came = self._taken = 0
         self._wanted = 0
@@ -104,24 +110,28 @@ class _Filling:
 
     def run(self) -> int:
         """On the thread: until all is filled, or nothing more came for a moment."""
+        left, count = self._parts, len(self._parts)
         try:
             with _blocking(self._socket), _woken_by_pieces(self._socket) as wait_for:
-                while self._came < self._nbytes:
-                    left = after(self._parts, self._came)
-                    left[0] = left[0][:PIECE_BYTES]
-                    wait_for(len(left[0]))
+                while left:
+                    piece = left[0][:PIECE_BYTES]
+                    wait_for(len(piece))
                     # Waits that are so long together end the call; with nothing come, by a BlockingIOError.
-                    got = self._socket.recvmsg_into(left[:1], 0, socket.MSG_WAITALL)[0]
+                    got = self._socket.recvmsg_into([piece], 0, socket.MSG_WAITALL)[0]
                     if not got:
                         break  # The end is there to be read again.
-                    if got == len(left[0]) < BULK_BYTES and len(left) > 1:
+                    if got == len(left[0]) and len(left) > 1:
                         with contextlib.suppress(BlockingIOError):
                             got += self._socket.recvmsg_into(left[1:PARTS], 0, socket.MSG_DONTWAIT)[0]
+                    known, left = count - len(left), after(left, got)
+                    for number in range(known, count - len(left)):
+                        self._whole(number)
                     self._came += got
                     if self._came >= self._wanted:
                         self._tell()
         finally:
-            self._parts.clear()  # Memory is given out again once nobody refers to it.
+            self._parts.clear()
+            self._whole = nobody  # Memory is given out again once nobody refers to it.
         return self._came
 
     def ended(self, end: Future[int]) -> None:

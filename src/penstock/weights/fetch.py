@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Protocol
@@ -18,14 +18,12 @@ from penstock.weights.partial import Partial
 from penstock.weights.plan import (
     Bytes,
     ChunkQueue,
-    TensorProgress,
     check_chunk,
-    check_tensor_bytes,
     chunk_dtypes,
-    tensor_offsets,
 )
 from penstock.weights.protocol import LinkLost
 from penstock.weights.relay import Relay
+from penstock.weights.sums import TensorSums
 from penstock.weights.transport import WeightLink
 
 __all__ = ["Connection", "Fetch"]
@@ -60,7 +58,7 @@ class Connection(Protocol):
 class Fetch:
     """One encoding on its way into `staging`. `base` has what a difference is applied to; it may be `staging`.
 
-    With `verify`, each tensor is verified as soon as it is whole: `finish` raises for one that is not as it should be.
+    With `verify`, tensors are verified as their chunks come: `finish` raises for one that is not as it should be.
     """
 
     def __init__(
@@ -73,9 +71,10 @@ class Fetch:
         note: Callable[[str], None],
         verify: bool = True,
     ) -> None:
-        self._progress = TensorProgress(manifest) if verify else None
-        self._offsets = tensor_offsets(manifest.tensors)
-        self._checking: dict[asyncio.Future[None], int] = {}
+        self._sums = TensorSums(manifest, staging) if verify else None
+        self._checking: set[asyncio.Future[None]] = set()
+        self._verdicts: dict[int, bool] = {}
+        """Of chunks that were verified by the thread that read them, and are not taken yet."""
         self._manifest = manifest
         self._encoding = manifest.encoding
         self._base = base
@@ -152,7 +151,7 @@ class Fetch:
                         self._changed.clear()
                         await self._changed.wait()
                     continue
-                came = await link.chunks_into([index for index, _ in asked], [into for _, into in asked])
+                came = await link.chunks_into([index for index, _ in asked], [into for _, into in asked], self._at_once)
             except WeightError as error:
                 if not isinstance(error, LinkLost) and not connection.on_relay:
                     raise
@@ -191,14 +190,11 @@ class Fetch:
         """
         while self._decoding:
             await asyncio.gather(*self._decoding)
-        if self._progress is not None:
-            self._check(self._progress.empty)
         while self._checking:
-            checks, self._checking = self._checking, {}
-            await asyncio.wait(checks)
-            failed = {number: error for check, number in checks.items() if (error := check.exception()) is not None}
-            if failed and not await self._found_wrong(failed):
-                raise next(iter(failed.values()))
+            checks, self._checking = self._checking, set()
+            await asyncio.gather(*checks)
+        if self._sums is not None and not (self._by_tensors and await self._found_wrong(self._sums)):
+            self._sums.check()
         if self._queue.left:
             return False
         self._rates.fetched(self.bytes_fetched, self._last - self._began)
@@ -210,24 +206,30 @@ class Fetch:
     def _by_tensors(self) -> bool:
         """Whether raw chunks are verified by their tensors alone, and one by one only where a tensor is not as it
         should be: one checksum less. What is handed on, or kept on disk, is verified before."""
-        return self._coder is None and self._progress is not None and self._relay is None and self._kept is None
+        return self._coder is None and self._sums is not None and self._relay is None and self._kept is None
 
-    async def _found_wrong(self, tensors: Iterable[int]) -> bool:
-        """Whether chunks of `tensors` are at fault; those are to come again."""
-        if not self._by_tensors or self._progress is None:
-            return False
+    async def _found_wrong(self, sums: TensorSums) -> bool:
+        """Whether chunks are at fault for tensors that do not verify; those are to come again."""
         wrong = False
-        for index in sorted({chunk for number in tensors for chunk in self._progress.chunks_of(number)}):
+        for index in sums.chunks_of(sums.wrong()):
             if await self._as_promised(index, self._buffer(index)):
                 continue
             wrong = True
             self._note(f"chunk {index} came with a wrong checksum")
             self._queue.again(index)
-            self._progress.lost(index)
+            sums.lost(index)
         return wrong
 
+    def _at_once(self, index: int, data: memoryview) -> None:
+        """On the thread that has just read it: a chunk is verified while it is in the processor's cache."""
+        good = self._by_tensors or check_chunk(self._manifest.chunks[index], data)
+        if good and self._coder is None and self._sums is not None:
+            self._sums.came(index)
+        self._verdicts[index] = good
+
     async def _verified(self, index: int, data: memoryview) -> bool:
-        return self._by_tensors or await self._as_promised(index, data)
+        good = self._verdicts.pop(index, None)
+        return (self._by_tensors or await self._as_promised(index, data)) if good is None else good
 
     async def _as_promised(self, index: int, data: memoryview) -> bool:
         chunk = self._manifest.chunks[index]
@@ -253,7 +255,11 @@ class Fetch:
 
     def _put_back(self, asked: deque[Asked]) -> None:
         while asked:
-            self._queue.put_back(asked.pop()[0])
+            index = asked.pop()[0]
+            self._queue.put_back(index)
+            self._verdicts.pop(index, None)
+            if self._sums is not None:
+                self._sums.lost(index)
         self._changed.set()
 
     def _buffer(self, index: int) -> memoryview:
@@ -270,22 +276,9 @@ class Fetch:
             self._ready.append((index, data))
             self._ready_bytes += len(data)
             self._decode_more()
-        else:
-            self._placed(index)
-
-    def _placed(self, index: int) -> None:
-        """A chunk's raw bytes are where they belong."""
-        if self._progress is not None:
-            self._check(self._progress.came(index))
-
-    def _check(self, tensors: Sequence[int]) -> None:
-        for number in tensors:
-            tensor, start = self._manifest.tensors[number], self._offsets[number]
-            data = self._staging[start : start + tensor.nbytes]
-            checking = asyncio.get_running_loop().run_in_executor(
-                self._threads, check_tensor_bytes, self._manifest.version, tensor, data
-            )
-            self._checking[checking] = number
+        elif self._sums is not None and not self._sums.has(index):
+            checking = asyncio.get_running_loop().run_in_executor(self._threads, self._sums.came, index)
+            self._checking.add(checking)
             checking.add_done_callback(_heard)
 
     def _decode_more(self) -> None:
@@ -306,6 +299,8 @@ class Fetch:
         if coder is not None:
             for index, data in work:
                 decode_chunk(coder, self._dtypes[index], self._manifest.chunks[index], data, self._base, self._staging)
+                if self._sums is not None:
+                    self._sums.came(index)
         return time.perf_counter() - began
 
     def _decoded(self, work: Sequence[tuple[int, Bytes]], decoding: asyncio.Future[float]) -> None:
@@ -314,8 +309,6 @@ class Fetch:
         if decoding.exception() is None:
             self._decoding.discard(decoding)
             self._decode_s += decoding.result()
-            for index, _ in work:
-                self._placed(index)
             self._decode_more()
         else:
             # Left where `finish` finds it.

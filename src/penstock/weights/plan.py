@@ -224,49 +224,14 @@ def check_tensor_bytes(version: int, tensor: TensorEntry, data: Bytes) -> None:
     """Raises WeightError naming the tensor."""
     found = digest(data)
     if found != tensor.xxh3:
-        raise WeightError(
-            f"tensor {tensor.name} of weight version {version} does not verify: checksum {found:016x}, "
-            f"expected {tensor.xxh3:016x}"
-        )
+        raise does_not_verify(version, tensor, found)
 
 
-class TensorProgress:
-    """Which tensors are whole, as chunks come in any order, so that each can be verified while others still come."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        offsets = tensor_offsets(manifest.tensors)
-        self._of_chunk: list[range] = []
-        self._missing = [0] * len(manifest.tensors)
-        first = 0
-        for chunk in manifest.chunks:
-            end = chunk.offset + chunk.raw_nbytes
-            while offsets[first + 1] <= chunk.offset:
-                first += 1
-            last = first
-            while last < len(manifest.tensors) and offsets[last] < end:
-                last += 1
-            self._of_chunk.append(range(first, last))
-            for tensor in self._of_chunk[-1]:
-                self._missing[tensor] += 1
-        self.empty = [tensor for tensor, missing in enumerate(self._missing) if not missing]
-        """Tensors without bytes that no chunk stands for."""
-
-    def came(self, chunk: int) -> list[int]:
-        """Tensors that are whole by this chunk; each chunk comes once."""
-        whole = []
-        for tensor in self._of_chunk[chunk]:
-            self._missing[tensor] -= 1
-            if self._missing[tensor] == 0:
-                whole.append(tensor)
-        return whole
-
-    def chunks_of(self, tensor: int) -> list[int]:
-        return [chunk for chunk, tensors in enumerate(self._of_chunk) if tensor in tensors]
-
-    def lost(self, chunk: int) -> None:
-        """It did not come after all, and is to come again."""
-        for tensor in self._of_chunk[chunk]:
-            self._missing[tensor] += 1
+def does_not_verify(version: int, tensor: TensorEntry, found: int) -> WeightError:
+    return WeightError(
+        f"tensor {tensor.name} of weight version {version} does not verify: checksum {found:016x}, "
+        f"expected {tensor.xxh3:016x}"
+    )
 
 
 class ChunkQueue:

@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.errors import WeightError
 from penstock.weights.addresses import format_address, parse_addresses
-from penstock.weights.bulk import BULK_BYTES, BulkSocket, after
+from penstock.weights.bulk import BULK_BYTES, BulkSocket, after, nobody
 from penstock.weights.manifest import Encoding
 from penstock.weights.plan import Bytes, digest
 from penstock.weights.protocol import (
@@ -55,7 +55,7 @@ from penstock.weights.protocol import (
     refusal,
 )
 from penstock.weights.tls_socket import TlsSocket, relay_client_context
-from penstock.weights.transport import CONNECT_S, Fetcher, Mapper, Planned, Reader, WayClosed, WeightLink
+from penstock.weights.transport import CONNECT_S, Fetcher, Mapper, Planned, Reader, WayClosed, WeightLink, Whole
 
 IO_S = 20.0
 """A peer that moves no byte for so long is given up."""
@@ -81,10 +81,13 @@ class Framed(Protocol):
 
     async def read_into(self, into: memoryview) -> None: ...
 
-    async def read_parts(self, parts: Sequence[memoryview], least: int) -> int:
+    async def read_parts(
+        self, parts: Sequence[memoryview], least: int, wait_s: float = 0.0, whole: Callable[[int], None] = nobody
+    ) -> int:
         """Fills `parts` one after the other, until `least` bytes came or more that were there; returns how many.
 
-        The rest may be written to meanwhile, and is what has to be read next."""
+        The rest may be written to meanwhile, and is what has to be read next. A thread that reads tells `whole` the
+        number of each part once it is filled."""
         ...
 
     async def read_message(self, wait_s: float = 0.0) -> memoryview:
@@ -135,16 +138,19 @@ class FramedSocket:
         """Fills all of `into`."""
         await self.read_parts([into], len(into), wait_s)
 
-    async def read_parts(self, parts: Sequence[memoryview], least: int, wait_s: float = 0.0) -> int:
+    async def read_parts(
+        self, parts: Sequence[memoryview], least: int, wait_s: float = 0.0, whole: Callable[[int], None] = nobody
+    ) -> int:
         """Fills `parts` one after the other, until `least` bytes came or more that were there; returns how many.
 
         Small reads take what else is there with them, for the next ones. Large ones go on meanwhile: the next is for
-        the rest of `parts`.
+        the rest of `parts`. `whole` hears which of them a thread has filled.
         """
         left, came = after(parts, 0), 0
         try:
             while came < least:
-                got = await self._read_some(left, least - came, wait_s)
+                tell = partial(_counted_from, whole, len(parts) - len(left))
+                got = await self._read_some(left, least - came, wait_s, tell)
                 left, came = after(left, got), came + got
         except TimeoutError:
             raise LinkLost(f"{self._peer} sent no byte for {self._io_s:g} s") from None
@@ -152,7 +158,9 @@ class FramedSocket:
             raise LinkLost(f"the connection to {self._peer} broke: {error}") from error
         return came
 
-    async def _read_some(self, left: Sequence[memoryview], least: int, wait_s: float) -> int:
+    async def _read_some(
+        self, left: Sequence[memoryview], least: int, wait_s: float, whole: Callable[[int], None]
+    ) -> int:
         """Bytes that came into `left`; 0 where they are ahead."""
         if self._ahead:
             found = self._ahead[: len(left[0])]
@@ -160,7 +168,7 @@ class FramedSocket:
             self._ahead = self._ahead[len(found) :]
             return len(found)
         many = self._bulk.receives or sum(map(len, left)) >= BULK_BYTES
-        if many and (got := await self._bulk.receive_some(left, least)):
+        if many and (got := await self._bulk.receive_some(left, least, whole)):
             return got
         into = _on_the_loop(left[0])
         small = len(into) < PIECE_BYTES
@@ -187,6 +195,10 @@ class FramedSocket:
 
     def close(self) -> None:
         self._bulk.close()
+
+
+def _counted_from(whole: Callable[[int], None], first: int, number: int) -> None:
+    whole(first + number)
 
 
 def _on_the_loop(data: memoryview) -> memoryview:
@@ -341,6 +353,10 @@ class TcpLink:
         """Whether the version last planned lies where this end can map it."""
         self._coming: list[memoryview] = []
         """What is left to be filled of the last reply's chunks."""
+        self._whole: Callable[[int], None] = nobody
+        """Hears the number, in the last reply, of each chunk that a thread has filled."""
+        self._count = 0
+        """Of chunks in the last reply."""
         self.ways: tuple[Way, ...] = ()
         self.kept = False
         self.round_trip_s = 0.0
@@ -424,7 +440,7 @@ class TcpLink:
         by = "" if self._reader is None else self._by
         await self._framed.send(encode_message(GetChunks(encoding=encoding, indices=tuple(indices), by=by)))
 
-    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview]) -> int:
+    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview], whole: Whole | None = None) -> int:
         if self._coming:
             return await self._some()
         reply = await self._reply()
@@ -439,13 +455,19 @@ class TcpLink:
         if reply.place:
             await self._fetch(reply, indices[0], intos[0])
             return 1
-        self._coming = list(intos)
+        self._coming, self._count = list(intos), len(intos)
+        self._whole = partial(_tell_of, whole, list(zip(indices, intos)))
         return await self._some()
 
     async def _some(self) -> int:
         """The next of the chunks that are coming, with those that are here at once."""
         before = len(self._coming)
-        self._coming = after(self._coming, await self._framed.read_parts(self._coming, len(self._coming[0])))
+        whole = partial(_counted_from, self._whole, self._count - before)
+        self._coming = after(
+            self._coming, await self._framed.read_parts(self._coming, len(self._coming[0]), whole=whole)
+        )
+        if not self._coming:
+            self._whole = nobody  # Memory is given out again once nobody refers to it.
         return before - len(self._coming)
 
     async def _fetch(self, reply: ChunkReply, index: int, into: memoryview) -> None:
@@ -485,6 +507,11 @@ class TcpLink:
         if isinstance(reply, Refused):
             raise refusal(reply, self._source)
         return reply
+
+
+def _tell_of(whole: Whole | None, chunks: Sequence[tuple[int, memoryview]], number: int) -> None:
+    if whole is not None:
+        whole(*chunks[number])
 
 
 async def _open(host: str, port: int) -> socket.socket:

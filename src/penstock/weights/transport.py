@@ -10,7 +10,7 @@ way they came.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -50,6 +50,10 @@ class Planned:
     """Chunks of the first step, from the first on, that are to be read from this link as if asked for."""
     place: str = ""
     """Where the first step's bytes lie whole, for `WeightLink.mapped`; empty where they have to be fetched."""
+
+
+Whole = Callable[[int, memoryview], None]
+"""Hears of a chunk that is whole, and of its bytes, on the thread that has just read them."""
 
 
 class WeightLink(Protocol):
@@ -95,9 +99,10 @@ class WeightLink(Protocol):
         """Asks for chunks; each then has to be read, in that order, with `chunks_into`."""
         ...
 
-    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview]) -> int:
+    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview], whole: Whole | None = None) -> int:
         """Fills the first of `intos` with the next chunks asked for, which are `indices`; returns how many came, at
-        least one. They are not verified yet. The rest may be written to until all came or the link is stopped."""
+        least one. They are not verified yet. The rest may be written to until all came or the link is stopped. Where
+        a thread reads, it tells `whole` of each chunk before that counts as come."""
         ...
 
     async def stop(self) -> None:
