@@ -158,6 +158,17 @@ def test_while_a_plan_holds_the_two_kinds_apart_nothing_moves_between_them() -> 
     assert policy.moves(0, alike, held.__getitem__), "remote ones alone end together, as ever"
 
 
+def test_an_instance_that_comes_when_all_is_given_out_is_given_some_of_it_while_a_plan_holds() -> None:
+    policy = learned()
+    policy.follow(Plan(Limits(), Limits(), 10.0))
+    loads = [InstanceLoad("i0", 24, 32), InstanceLoad("own", 24, 32, reserved=True), InstanceLoad("new", 0, 32)]
+    held = {"i0": rows(0, 24), "own": rows(100, 24), "new": []}
+    assert policy.assign(Queue(0, elapsed_s=1.0), loads) == []
+    assert {move.target for move in policy.moves(0, loads, held.__getitem__)} == {"new"}
+    loads[2] = InstanceLoad("new", 1, 32)
+    assert policy.moves(0, loads, {**held, "new": rows(200, 1)}.__getitem__) == []
+
+
 def test_a_new_instance_s_memory_is_taken_to_be_like_its_own_kind_s() -> None:
     policy = learned()
     own, spot = InstanceLoad("own", 1, 32, reserved=True), InstanceLoad("spot", 1, 32)

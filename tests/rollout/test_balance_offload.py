@@ -180,6 +180,17 @@ def test_until_a_size_has_a_plan_of_its_own_the_nearest_one_s_holds() -> None:
     assert offload.nearest(1) == offload.plans[3]
 
 
+def test_a_step_goes_on_with_its_limits_unless_it_has_just_begun_or_either_side_is_alone() -> None:
+    policy = Offload()
+    alone, three = policy.plan(facts(0)), policy.plan(facts(3))
+    assert policy.keeps(three, 0.5 * three.step_s, 4)
+    assert not policy.keeps(three, 0.01 * three.step_s, 4), "nothing that matters was given out yet"
+    assert not policy.keeps(three, 0.5 * three.step_s, 0)
+    assert not policy.keeps(alone, 0.5 * alone.step_s, 1), "limits for engines that are alone"
+    assert not policy.keeps(ONE_BY_ONE, 1.0, 3), "until there is a plan"
+    assert not policy.keeps(None, 1.0, 3)
+
+
 def test_what_changed_a_window_is_said_with_both_waits_and_the_fleet() -> None:
     offload = Offload()
     offload.plan(facts(3))

@@ -568,6 +568,26 @@ def test_until_there_is_a_first_plan_samples_go_out_one_by_one_and_the_engines_g
     assert world.turn is Turn.HANDING_OVER, "the plan's window is over by now"
 
 
+def test_a_machine_that_joins_in_mid_step_changes_the_window_and_not_the_limits() -> None:
+    world = TurnWorld()
+    policy = learned(world, steps=2)
+    followed = world.manager.policy.plan  # type: ignore[attr-defined]
+    assert followed is policy.plans[1]
+    world.say("begins", "train-2")
+    while world.manager.thinking:
+        world.carry_out(world.manager.think(world.now))
+    followed = world.manager.policy.plan  # type: ignore[attr-defined]
+    world.trainer(submit("train-2", samples_per_prompt=8, max_new_tokens=60))
+    world.now += 0.1 * followed.step_s
+    world.join_as("later", reserved=False)
+    world.pass_time(0.01)
+    assert world.manager.thinking
+    while world.manager.thinking:
+        world.carry_out(world.manager.think(world.now))
+    assert 2 in policy.plans
+    assert world.manager.policy.plan is followed  # type: ignore[attr-defined]
+
+
 def test_a_step_in_which_a_machine_was_lost_is_not_learned_from() -> None:
     world = TurnWorld()
     policy = learned(world)

@@ -12,7 +12,10 @@ from simulated import MACHINE, small_profile
 
 from penstock.config.run import RolloutConfig
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Report, ShortestQueue
+from penstock.rollout.balanced import Balanced
 from penstock.rollout.balancing import MOVES_S
+from penstock.rollout.offload import Offload
+from penstock.rollout.plan import Plan
 from penstock.simulate.baselines import STRATEGIES, make_strategy
 from penstock.simulate.lengths import step_samples
 from penstock.simulate.machine import Machine, SimSample
@@ -44,6 +47,18 @@ class _Clocked(ShortestQueue):
     ) -> list[Move]:
         self.asked.append(self.world.clock.now)
         return []
+
+
+class _Followed(Balanced):
+    """Notes which plans it is given."""
+
+    def __init__(self, max_pending: int) -> None:
+        super().__init__(max_pending)
+        self.followed: list[Plan] = []
+
+    def follow(self, plan: Plan) -> None:
+        super().follow(plan)
+        self.followed.append(plan)
 
 
 @pytest.mark.parametrize("heartbeat_s", [0.1, 2.0])
@@ -132,6 +147,20 @@ def test_a_fleet_that_vanishes_in_mid_step_does_not_stop_it() -> None:
     assert len(outcome.steps) == 3
     assert outcome.steps[0].times.preemptions == 3
     assert outcome.steps[2].times.fleet == 0
+
+
+def test_a_machine_that_joins_in_mid_step_shortens_it_and_changes_no_limits() -> None:
+    profile = small_profile(spot=MACHINE.model_copy(update={"boot_s": 0.0}))
+    calm = simulate(profile, static_trace(2, 1e9), make_strategy("penstock", profile, machines=2), steps=2)
+    joins_s = calm.steps[0].times.step_s + 0.3 * calm.steps[1].times.window_s
+    trace = Trace((Change(0.0, "a", True), Change(0.0, "b", True), Change(joins_s, "c", True)), 1e9)
+    strategy = make_strategy("penstock", profile, machines=3)
+    balance = strategy.balance = _Followed(strategy.balance.max_pending)  # type: ignore[attr-defined]
+    found = simulate(profile, trace, strategy, steps=2)
+    assert isinstance(strategy.window, Offload)
+    plans = strategy.window.plans
+    assert balance.followed == [plans[2], plans[3]], "the second one from the next step on"
+    assert found.steps[1].times.step_s < calm.steps[1].times.step_s
 
 
 def test_with_plenty_the_window_is_less_than_with_few() -> None:

@@ -181,7 +181,7 @@ class Balanced(ShortestQueue):
         if waiting or len(loads) < 2:
             return []
         planned = self.plan is not None and self._elapsed_s is not None
-        if planned and len({load.reserved for load in loads}) > 1:
+        if planned and len({load.reserved for load in loads}) > 1 and all(load.samples for load in loads):
             # Unequal on purpose: what the reserved engines hold when they turn to training goes to the others then.
             return []
         found = self._move_pending(loads, placed)

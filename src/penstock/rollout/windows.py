@@ -81,6 +81,8 @@ class _Step:
     trained: bool = False
     ended: bool = False
     planned_for: frozenset[str] | None = None
+    followed: bool = False
+    """It goes by limits that were planned for itself."""
     told_s: float | None = None
     """The window's length as last told."""
 
@@ -94,6 +96,8 @@ class _Thinking:
     batch: str
     """Of the step in which it was begun."""
     bits: Iterator[None]
+    follows: bool
+    """Its limits are to be followed, not the window alone."""
 
 
 @dataclass(slots=True)
@@ -329,10 +333,11 @@ class Windows:
         if step is None or not isinstance(self.policy, Offload):
             return
         plan = self.policy.plans.get(len(thinking.names))
-        if plan is not None:
+        if plan is not None and thinking.follows:
             self._widen(plan)
         if thinking.batch == step.batch:
             step.planned_for = thinking.names
+            step.followed = step.followed or thinking.follows
         elif not step.ended:
             self._plan_for(step, list(self._remote()))
         self.look()
@@ -474,9 +479,16 @@ class Windows:
             return
         if not isinstance(self.policy, Offload):
             return
+        followed = self._balance.plan if isinstance(self._balance, Balanced) else None
+        keeps = step.followed and self.policy.keeps(followed, self._out.now - step.account.began_s, len(fleet))
+        if keeps and len(fleet) in self.policy.plans:
+            step.planned_for = names
+            return
         known, facts = self.policy.nearest(len(fleet)), self._facts(step, fleet)
         if facts is not None:
-            self._thinking = _Thinking(names, step.batch, self.policy.planning(facts))
+            self._thinking = _Thinking(names, step.batch, self.policy.planning(facts), follows=not keeps)
+        if keeps:
+            return
         if known is not None:
             self._widen(known)
         elif facts is not None:

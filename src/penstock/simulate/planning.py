@@ -16,12 +16,17 @@ __all__ = ["plan_step"]
 
 
 def plan_step(world: World, fleet: list[Machine]) -> bool:
-    """Plans the step on the machines that are there, and sets the width; False while too little is known."""
+    """Plans the step on the machines that are there, and sets the limits unless it began with others; False while too
+    little is known."""
     balance, window, profile = world.strategy.balance, world.strategy.window, world.profile
     if not isinstance(window, Offload) or not isinstance(balance, Balanced):
         return False
     if world.token_s is None or not balance.lengths.groups:
         return False
+    step = world.step
+    keeps = step is not None and window.keeps(balance.plan, world.clock.now - step.began_s, len(fleet))
+    if keeps and len(fleet) in window.plans:
+        return True
     remote = _engines(world, balance, fleet, world.remotes.pull_s(len(fleet)))
     reserved = _engines(world, balance, world.reserved, profile.training.switch_s)
     if remote is None or reserved is None:
@@ -29,7 +34,9 @@ def plan_step(world: World, fleet: list[Machine]) -> bool:
     training = profile.training
     timed = Training(world.token_s, training.micro_batch_samples, training.switch_s, training.optimizer_s)
     facts = Facts(balance.lengths.groups, profile.lengths.prompt_tokens, remote, reserved, timed)
-    balance.follow(window.plan(facts))
+    plan = window.plan(facts)
+    if not keeps:
+        balance.follow(plan)
     return True
 
 
