@@ -21,7 +21,7 @@ from penstock.instance.loading import WeightLoader
 from penstock.weights import StagedWeights, WeightStore, decode_manifest, encode_manifest, pull
 from penstock.weights import protocol as words
 from penstock.weights.choose import Rates
-from penstock.weights.manifest import Encoding
+from penstock.weights.manifest import Encoding, Made
 from penstock.weights.partial import Partial
 from penstock.weights.puller import NoMemory
 from penstock.weights.relay import Relay
@@ -310,6 +310,9 @@ class CutLink:
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
         return await self.link.manifest(encoding, wait_s, relay_port)
+
+    async def made(self, encoding: Encoding, first: int, wait_s: float) -> Made:
+        return await self.link.made(encoding, first, wait_s)
 
     async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
         for index in indices:  # Each comes by itself.

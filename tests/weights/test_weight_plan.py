@@ -164,7 +164,8 @@ class ChunkQueueMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = ChunkQueue(self.CHUNKS, self.RETRIES)
+        self.queue = ChunkQueue(self.CHUNKS, self.RETRIES, made=3)
+        self.made = 3
         self.taken: list[int] = []
         self.finished: set[int] = set()
         self.wrong: dict[int, int] = {}
@@ -177,11 +178,24 @@ class ChunkQueueMachine(RuleBasedStateMachine):
     def take(self) -> None:
         index = self.queue.take()
         if index is None:
-            assert len(self.taken) + len(self.finished) == self.CHUNKS
+            assert len(self.taken) + len(self.finished) == self.made
         else:
+            assert index < self.made
             assert index not in self.taken
             assert index not in self.finished
             self.taken.append(index)
+
+    @precondition(lambda self: self.made < self.CHUNKS)
+    @rule()
+    def more(self) -> None:
+        count = self.random.randint(1, self.CHUNKS - self.made)
+        self.queue.more(count)
+        self.made += count
+
+    @rule()
+    def more_than_there_are(self) -> None:
+        with pytest.raises(WeightError, match="chunks are made"):
+            self.queue.more(self.CHUNKS - self.made + 1)
 
     @precondition(lambda self: self.taken)
     @rule()

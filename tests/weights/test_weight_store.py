@@ -20,7 +20,7 @@ import pytest
 from penstock.errors import AuthError, PortInUse, ProtocolMismatch, WeightError
 from penstock.weights import Manifest, StagedWeights, WeightStore, encode_manifest, pull
 from penstock.weights import protocol as words
-from penstock.weights.manifest import Encoding, sign_manifest
+from penstock.weights.manifest import Encoding, Made, sign_manifest
 from penstock.weights.tcp import FramedSocket, TcpTransport
 from penstock.weights.transport import Planned, WeightLink, Whole
 
@@ -479,6 +479,9 @@ class GatedLink:
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
         return await self.link.manifest(encoding, wait_s, relay_port)
+
+    async def made(self, encoding: Encoding, first: int, wait_s: float) -> Made:
+        return await self.link.made(encoding, first, wait_s)
 
     async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
         for index in indices:  # Each comes by itself.

@@ -21,6 +21,8 @@ DEFAULT_DECODE |= {f"{scheme}-delta": 6e9 for scheme in QUANTIZED}
 """Bytes of raw weights that a core decodes in a second, until it was measured."""
 DEFAULT_LINK = 1e9
 """Bytes a second, until it was measured: with a fast link assumed, the first version comes as it is, which measures."""
+DRAFT_PARTS = 16
+"""That an encoding is told of in while it is made, at most: its first part has to be made before any of it comes."""
 MIN_MEASURED_BYTES = 1 << 20
 """Smaller transfers measure the latency."""
 KEEP = 0.5
@@ -64,14 +66,25 @@ class Rates:
             self.decode[codec] = KEEP * self.decode.get(codec, found) + (1 - KEEP) * found
 
 
-def time_s(offer: Offer, raw_nbytes: int, rates: Rates | Measured) -> float:
-    """Seconds until the offered version is there: encoding, then the wire beside decoding, a round trip a step."""
+def time_s(offer: Offer, raw_nbytes: int, rates: Rates | Measured, draft: bool = False) -> float:
+    """Seconds until the offered version is there: encoding, then the wire beside decoding, a round trip a step.
+
+    Where a `draft` will do, what is yet to be encoded comes while it is: the slower of the two counts, a part of the
+    other, and a round trip to ask for what has been made.
+    """
     decoding_s = sum(_decode_s(step, raw_nbytes, rates.decode) for step in offer.steps) / max(1, rates.cores)
     wire_s = offer.nbytes / rates.link_bytes_per_s
-    return offer.encode_s + max(wire_s, decoding_s) + 2 * rates.round_trip_s * len(offer.steps)
+    trips_s = 2 * rates.round_trip_s * len(offer.steps)
+    coming_s = max(wire_s, decoding_s)
+    if not (draft and offer.encode_s):
+        return offer.encode_s + coming_s + trips_s
+    longest_s = max(offer.encode_s, coming_s)
+    return longest_s + (offer.encode_s + coming_s - longest_s) / DRAFT_PARTS + trips_s + rates.round_trip_s
 
 
-def choose(offers: Sequence[Offer], raw_nbytes: int, rates: Rates | Measured, codec: str = "auto") -> Offer:
+def choose(
+    offers: Sequence[Offer], raw_nbytes: int, rates: Rates | Measured, codec: str = "auto", draft: bool = False
+) -> Offer:
     """The offer that ends soonest; of equals the first. With another `codec` than auto, among those of that codec.
 
     A fixed codec that is not to be had (no common base, say) falls back: delta to lossless, lossless to raw. int8 and
@@ -81,7 +94,7 @@ def choose(offers: Sequence[Offer], raw_nbytes: int, rates: Rates | Measured, co
     for allowed in _allowed(codec):
         fitting = [offer for offer in offers if offer.steps and all(step.codec in allowed for step in offer.steps)]
         if fitting:
-            return min(fitting, key=lambda offer: time_s(offer, raw_nbytes, rates))
+            return min(fitting, key=lambda offer: time_s(offer, raw_nbytes, rates, draft))
     raise NoSuchCodec(
         f"none of the {len(offers)} encodings offered is one that this agent takes (weights.codec={codec})"
     )

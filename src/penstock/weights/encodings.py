@@ -7,10 +7,9 @@ which encoding a puller takes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -19,7 +18,17 @@ from penstock.errors import MissingExtra
 from penstock.weights.manifest import ChunkEntry, Manifest
 from penstock.weights.plan import Bytes, check_chunk, chunk_dtypes, digest
 
-__all__ = ["Encoded", "Estimate", "can_zipnn", "codec_of", "decode_chunk", "encode", "estimate", "raw_manifest_of"]
+__all__ = [
+    "Encoded",
+    "Estimate",
+    "can_zipnn",
+    "codec_of",
+    "decode_chunk",
+    "draft_of",
+    "encode",
+    "estimate",
+    "raw_manifest_of",
+]
 
 if TYPE_CHECKING:
     from penstock.weights.codecs.base import Codec
@@ -67,6 +76,19 @@ def can_zipnn() -> bool:
     return has_zipnn()
 
 
+def draft_of(raw: Manifest, codec: str, base: Manifest | None) -> Manifest:
+    """The manifest of another encoding of the version of `raw`, as far as it is known before a chunk is made; not
+    signed."""
+    return msgspec.structs.replace(
+        raw,
+        codec=codec,
+        base=None if base is None else base.version,
+        base_digest="" if base is None else base.digest,
+        chunks=tuple(msgspec.structs.replace(chunk, nbytes=0, xxh3=0) for chunk in raw.chunks),
+        mac=b"",
+    )
+
+
 def encode(
     raw: Manifest,
     stream: memoryview,
@@ -74,11 +96,13 @@ def encode(
     base: Manifest | None,
     base_stream: memoryview | None,
     threads: Executor | None = None,
+    made: Callable[[ChunkEntry, bytes], None] | None = None,
 ) -> Encoded:
     """The version of `raw` (its raw manifest) in another encoding. `base` has the same tensors, other values.
 
     Of a codec that quantizes, both are what `quantization.quantize` made of the versions.
-    Chunks are encoded on `threads` where given. Takes (raw bytes) / (codec's rate) / threads.
+    Chunks are encoded on `threads` where given, and `made` is called for each, in order, as soon as it is and those
+    before it are. Takes (raw bytes) / (codec's rate) / threads.
     """
     coder = codec_of(codec)
 
@@ -88,16 +112,14 @@ def encode(
         data = coder.encode(stream[part], None if base_stream is None else base_stream[part], dtype)
         return data, msgspec.structs.replace(chunk, nbytes=len(data), xxh3=digest(data))
 
-    coded = spread(one, list(zip(raw.chunks, chunk_dtypes(raw), strict=True)), threads)
-    manifest = msgspec.structs.replace(
-        raw,
-        codec=codec,
-        base=None if base is None else base.version,
-        base_digest="" if base is None else base.digest,
-        chunks=tuple(entry for _, entry in coded),
-        mac=b"",
-    )
-    return Encoded(manifest, tuple(data for data, _ in coded))
+    entries, chunks = [], []
+    for data, entry in spread(one, list(zip(raw.chunks, chunk_dtypes(raw), strict=True)), threads):
+        entries.append(entry)
+        chunks.append(data)
+        if made is not None:
+            made(entry, data)
+    manifest = msgspec.structs.replace(draft_of(raw, codec, base), chunks=tuple(entries))
+    return Encoded(manifest, tuple(chunks))
 
 
 def estimate(raw: Manifest, stream: memoryview, codec: str, base_stream: memoryview | None) -> Estimate:
@@ -147,6 +169,6 @@ def raw_manifest_of(manifest: Manifest, stream: memoryview, cuts: Sequence[tuple
     )
 
 
-def spread(work: Callable[[T], R], items: Iterable[T], threads: Executor | None) -> list[R]:
-    """`work` of each item, in order, on `threads` where given."""
-    return [work(item) for item in items] if threads is None else list(threads.map(partial(work), items))
+def spread(work: Callable[[T], R], items: Iterable[T], threads: Executor | None) -> Iterator[R]:
+    """`work` of each item, in order and as they are done, on `threads` where given."""
+    return map(work, items) if threads is None else threads.map(work, items)

@@ -13,7 +13,7 @@ from typing import Protocol
 from penstock.errors import WeightError
 from penstock.weights.choose import Rates
 from penstock.weights.encodings import codec_of, decode_chunk
-from penstock.weights.manifest import Manifest
+from penstock.weights.manifest import Made, Manifest, completed
 from penstock.weights.partial import Partial
 from penstock.weights.plan import (
     Bytes,
@@ -56,7 +56,8 @@ class Connection(Protocol):
 
 
 class Fetch:
-    """One encoding on its way into `staging`. `base` has what a difference is applied to; it may be `staging`.
+    """One encoding on its way into `staging`. `base` has what a difference is applied to; it may be `staging`. Of a
+    draft those chunks come that `more` has told of.
 
     With `verify`, tensors are verified as their chunks come: `finish` raises for one that is not as it should be.
     """
@@ -85,7 +86,9 @@ class Fetch:
         self._coder = None if manifest.codec == "raw" else codec_of(manifest.codec)
         self._dtypes = chunk_dtypes(manifest)
         self._nbytes = [chunk.nbytes for chunk in manifest.chunks]
-        self._queue = ChunkQueue(len(manifest.chunks), CHUNK_RETRIES)
+        self._was_draft = manifest.is_draft
+        made = next((index for index, nbytes in enumerate(self._nbytes) if not nbytes), len(self._nbytes))
+        self._queue = ChunkQueue(len(manifest.chunks), CHUNK_RETRIES, made)
         self._changed = asyncio.Event()
         self._decoding: set[asyncio.Future[float]] = set()
         self._ready: deque[tuple[int, memoryview]] = deque()
@@ -100,6 +103,24 @@ class Fetch:
         self._last = self._began
         self.bytes_fetched = 0
         """Of chunks that came whole, each time that they did."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """With all that is known of its chunks."""
+        return self._manifest
+
+    @property
+    def made(self) -> int:
+        """Chunks that are known, from the first on."""
+        return self._queue.made
+
+    def more(self, made: Made) -> None:
+        """More chunks of the draft are known; checked, and believed."""
+        self._manifest = completed(self._manifest, made)
+        self._nbytes[made.first : made.first + len(made.nbytes)] = made.nbytes
+        self._share = max(sum(self._nbytes) // SHARES, 1)
+        self._queue.more(len(made.nbytes))
+        self._changed.set()
 
     def progress(self) -> str:
         return f"{self._queue.chunks - self._queue.left} of {self._queue.chunks} chunks came"
@@ -197,7 +218,9 @@ class Fetch:
             self._sums.check()
         if self._queue.left:
             return False
-        self._rates.fetched(self.bytes_fetched, self._last - self._began)
+        if not self._was_draft:
+            # What was waited for says nothing of the link.
+            self._rates.fetched(self.bytes_fetched, self._last - self._began)
         if self._coder is not None:
             self._rates.decoded(self._coder.name, self._manifest.raw_nbytes, self._decode_s)
         return True

@@ -1,14 +1,20 @@
-"""What a connection holds while it reads a version: raw, from the trainer's copy, or encoded."""
+"""What a connection holds while it reads a version: raw, from the trainer's copy, or encoded, perhaps still growing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from penstock.weights.growing import Growing
+from penstock.weights.manifest import Made
 from penstock.weights.plan import Bytes
-from penstock.weights.published import Coded, Version
+from penstock.weights.protocol import NotReady
+from penstock.weights.published import Version
 from penstock.weights.transport import Lender
 
 __all__ = ["CodedLease", "RawLease"]
+
+CHUNK_WAIT_S = 5.0
+"""For one that is asked for before it is made."""
 
 
 class RawLease:
@@ -41,15 +47,17 @@ class RawLease:
 
 
 class CodedLease:
-    """An encoding; its bytes live as long as somebody refers to them."""
+    """An encoding, whole or (without `signed`, the final manifest) while it is made; its bytes live as long as somebody
+    refers to them."""
 
-    def __init__(self, coded: Coded) -> None:
-        self._chunks = coded.encoded.chunks
-        self.manifest = coded.signed
-        self.chunks = len(self._chunks)
+    def __init__(self, growing: Growing, signed: bytes = b"") -> None:
+        self._growing: Growing | None = growing
+        self.is_draft = not signed
+        self.manifest = signed or growing.signed_draft
+        self.chunks = growing.chunks
 
     def nbytes(self, index: int) -> int:
-        return len(self._chunks[index])
+        return self._held().nbytes(index)
 
     def place(self, index: int, kind: str) -> tuple[str, int] | None:
         return None
@@ -58,7 +66,15 @@ class CodedLease:
         return ""
 
     async def chunk(self, index: int) -> Bytes:
-        return self._chunks[index]
+        return await self._held().chunk(index, CHUNK_WAIT_S)
+
+    async def made(self, first: int, wait_s: float) -> Made:
+        return await self._held().made(first, wait_s)
 
     def close(self) -> None:
-        self._chunks = ()
+        self._growing = None
+
+    def _held(self) -> Growing:
+        if self._growing is None:
+            raise NotReady("this lease is closed")
+        return self._growing

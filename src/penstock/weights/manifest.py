@@ -4,7 +4,8 @@ A version is a manifest and its chunks. A chunk is a range of the version's byte
 little-endian bytes one after another in manifest order, cut every `chunk_bytes` and wherever the dtype changes. One
 version travels in several encodings, each with a manifest of its own: what the tensors are is the same in all of them,
 what the chunks have on the wire is not. A manifest is signed with the run's token, so that what another instance
-passes on is the trainer's word.
+passes on is the trainer's word. While an encoding is being made its manifest is a draft: all but the chunks' length and
+checksum on the wire, which come behind, chunk by chunk in their order, signed too (`Made`).
 """
 
 from __future__ import annotations
@@ -82,10 +83,28 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
+    def is_draft(self) -> bool:
+        """Whether chunks are not made yet; their length and checksum on the wire are 0."""
+        return any(not chunk.nbytes for chunk in self.chunks)
+
+    @property
     def digest(self) -> str:
         """Of the model that the version is, whatever its number, chunks and codec: equal for equal weights."""
         tensors = [(tensor.name, tensor.dtype, tensor.shape, tensor.xxh3) for tensor in self.tensors]
         return hashlib.blake2b(msgspec.msgpack.encode((self.config_json, tensors)), digest_size=16).hexdigest()
+
+
+class Made(msgspec.Struct, frozen=True, array_like=True):
+    """Chunks of a draft that have been made, one behind the other."""
+
+    first: int
+    nbytes: tuple[int, ...]
+    """On the wire, of `first` and those behind it."""
+    xxh3: tuple[int, ...]
+    mac: bytes = b""
+    """HMAC-SHA256 of the rest by the run's token, for this draft and no other."""
+    final: bytes = b""
+    """With the last chunk: `mac` of the manifest that the draft has become."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -110,6 +129,28 @@ def sign_manifest(manifest: Manifest, token: str) -> Manifest:
 def is_authentic(manifest: Manifest, token: str) -> bool:
     """Whether somebody who holds the run's token wrote it; in constant time."""
     return hmac.compare_digest(manifest.mac, _mac(manifest, token))
+
+
+def completed(draft: Manifest, made: Made) -> Manifest:
+    """The draft with these chunks, and with the final signature where they have it. They must be of its chunks."""
+    chunks = list(draft.chunks)
+    for index, (nbytes, xxh3) in enumerate(zip(made.nbytes, made.xxh3), made.first):
+        chunks[index] = msgspec.structs.replace(chunks[index], nbytes=nbytes, xxh3=xxh3)
+    return msgspec.structs.replace(draft, chunks=tuple(chunks), mac=made.final or draft.mac)
+
+
+def sign_made(draft: Manifest, made: Made, token: str) -> Made:
+    return msgspec.structs.replace(made, mac=_made_mac(draft, made, token))
+
+
+def is_made(draft: Manifest, made: Made, token: str) -> bool:
+    """Whether somebody who holds the run's token said so of this (signed) draft; in constant time."""
+    return hmac.compare_digest(made.mac, _made_mac(draft, made, token))
+
+
+def _made_mac(draft: Manifest, made: Made, token: str) -> bytes:
+    unsigned = _encoder.encode((draft.mac, msgspec.structs.replace(made, mac=b"")))
+    return hmac.digest(token.encode(), b"penstock-weight-chunks\0" + unsigned, hashlib.sha256)
 
 
 def _mac(manifest: Manifest, token: str) -> bytes:

@@ -13,7 +13,7 @@ from itertools import accumulate
 from math import prod
 
 from penstock.errors import MissingExtra, WeightError
-from penstock.weights.manifest import ChunkEntry, Manifest, TensorEntry
+from penstock.weights.manifest import ChunkEntry, Made, Manifest, TensorEntry
 
 Bytes = bytes | bytearray | memoryview
 
@@ -140,8 +140,8 @@ def check_tensor(tensor: TensorEntry) -> None:
         )
 
 
-def check_manifest(manifest: Manifest, version: int, max_bytes: int) -> None:
-    """Checks an untrusted manifest in itself before anything is allocated for it.
+def check_manifest(manifest: Manifest, version: int, max_bytes: int, draft: bool = False) -> None:
+    """Checks an untrusted manifest in itself before anything is allocated for it; a draft passes where `draft` says so.
 
     Raises WeightError where it is of another version, uses an unknown codec, is over `max_bytes`, or where base,
     sizes, shapes and chunk ranges don't fit together. `max_bytes` bounds the version in memory.
@@ -168,10 +168,26 @@ def check_manifest(manifest: Manifest, version: int, max_bytes: int) -> None:
         names.add(tensor.name)
     if manifest.raw_nbytes > max_bytes:
         raise WeightError(f"weight version {version} is {manifest.raw_nbytes} bytes, over the limit of {max_bytes}")
-    _check_chunks(manifest)
+    _check_chunks(manifest, draft)
 
 
-def _check_chunks(manifest: Manifest) -> None:
+def check_made(draft: Manifest, known: int, made: Made) -> None:
+    """Checks what is said of a draft's chunks, of which `known` are known. Raises WeightError."""
+    if made.first != known or len(made.nbytes) != len(made.xxh3) or known + len(made.nbytes) > len(draft.chunks):
+        raise WeightError(
+            f"of {len(draft.chunks)} chunks of {draft.encoding} {known} are known, and {len(made.nbytes)} lengths and "
+            f"{len(made.xxh3)} checksums come from {made.first} on"
+        )
+    for index, nbytes in enumerate(made.nbytes, known):
+        _check_wire(f"chunk {index} of version {draft.version}", nbytes, draft.chunks[index].raw_nbytes)
+
+
+def _check_wire(what: str, nbytes: int, raw_nbytes: int) -> None:
+    if not 0 < nbytes <= 4 * raw_nbytes + WIRE_SLACK_BYTES:
+        raise WeightError(f"{what} has {nbytes} bytes on the wire for {raw_nbytes}")
+
+
+def _check_chunks(manifest: Manifest, draft: bool) -> None:
     position = 0
     runs = iter(dtype_runs(manifest.tensors))
     begin, end, dtype = next(runs, (0, 0, "U8"))
@@ -181,11 +197,10 @@ def _check_chunks(manifest: Manifest) -> None:
             raise WeightError(f"{what} begins at {chunk.offset}, not {position}")
         if not 0 < chunk.raw_nbytes <= MAX_CHUNK_BYTES:
             raise WeightError(f"{what} has {chunk.raw_nbytes} bytes")
-        most = 4 * chunk.raw_nbytes + WIRE_SLACK_BYTES
         if manifest.codec == "raw" and chunk.nbytes != chunk.raw_nbytes:
             raise WeightError(f"{what} is raw, and has {chunk.nbytes} bytes on the wire for {chunk.raw_nbytes}")
-        if not 0 < chunk.nbytes <= most:
-            raise WeightError(f"{what} has {chunk.nbytes} bytes on the wire for {chunk.raw_nbytes}")
+        if chunk.nbytes or not draft:
+            _check_wire(what, chunk.nbytes, chunk.raw_nbytes)
         if position == end and position:
             begin, end, dtype = next(runs, (end, end, dtype))
         position += chunk.raw_nbytes
@@ -238,11 +253,13 @@ class ChunkQueue:
     """Which chunk a connection fetches next, for any number of connections.
 
     A chunk is pending, taken, or done. One that came wrong goes back at most `retries` times; one whose
-    connection broke goes back without being counted, since the pull's deadline bounds that.
+    connection broke goes back without being counted, since the pull's deadline bounds that. The first `made` (None for
+    all) can be fetched from the beginning, the rest once `more` says so.
     """
 
-    def __init__(self, chunks: int, retries: int) -> None:
-        self._pending = deque(range(chunks))
+    def __init__(self, chunks: int, retries: int, made: int | None = None) -> None:
+        self._made = chunks if made is None else made
+        self._pending = deque(range(self._made))
         self._taken: set[int] = set()
         self._bad: dict[int, int] = {}
         self._left = chunks
@@ -262,6 +279,18 @@ class ChunkQueue:
     def refetched(self) -> int:
         """Chunks that came wrong, counted each time."""
         return sum(self._bad.values())
+
+    @property
+    def made(self) -> int:
+        """Chunks that there are, from the first on."""
+        return self._made
+
+    def more(self, count: int) -> None:
+        """The next `count` chunks are there now."""
+        if self._made + count > self._chunks:
+            raise WeightError(f"{self._made} of {self._chunks} chunks are made, and now {count} more")
+        self._pending.extend(range(self._made, self._made + count))
+        self._made += count
 
     def take(self) -> int | None:
         """The next chunk to fetch, or None where every chunk is taken or done."""

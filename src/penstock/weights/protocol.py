@@ -7,7 +7,9 @@ frame of their own, so that a chunk goes from the store's buffer to the puller's
 GetChunks is answered by ChunkReplies for its indices, in that order, one for each or for several whose bytes follow one
 behind the other; a Plan is followed by the first chunks of its first step, `pushed` of them, as if they had been asked
 for: one round trip brings the plan, the manifest and, of a small version, all of it. A ChunkReply with a `place` has no
-bytes behind it: they are fetched from there.
+bytes behind it: they are fetched from there. Who says that a draft will do (GetOffers.draft) may get the manifest of an
+encoding that is being made, and then asks by GetMade for what it needs to know of its chunks; who does not say so is
+answered once all are made, and neither side needs to know of drafts.
 
 Both sides prove that they hold the run's token (HMAC-SHA256 over both nonces, RFC 2104); the token itself is never
 sent. Bytes are encrypted where the run speaks TLS, and otherwise not.
@@ -23,7 +25,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from penstock.errors import AuthError, FrameTooLarge, ProtocolMismatch, WeightError, WireError
-from penstock.weights.manifest import Encoding
+from penstock.weights.manifest import Encoding, Made
 
 MAGIC = "penstock-weights"
 PROTOCOL = 5
@@ -43,6 +45,10 @@ class NotReady(LinkLost):
 
 class NoSuchVersion(WeightError):
     """The store does not hold the version asked for."""
+
+
+class GivenUp(WeightError):
+    """An encoding that was begun will not be had after all."""
 
 
 class NoSuchCodec(WeightError):
@@ -130,6 +136,8 @@ class GetOffers(msgspec.Struct, frozen=True, kw_only=True):
     """For a version that is being published."""
     scheme: str = ""
     """By which the version is to be quantized (int8 or fp8); empty for the weights as they are."""
+    draft: bool = False
+    """Whether the draft of an encoding that is being made will do: the puller asks for the rest of it by GetMade."""
 
 
 class Offers(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,6 +204,15 @@ class GetManifest(_Message, tag="get_manifest"):
     """Where the puller serves what it has of this encoding to others; 0 for nowhere."""
 
 
+class GetMade(_Message, tag="get_made"):
+    """Asks what has been made of a draft; answered once there is some more."""
+
+    encoding: Encoding
+    first: int
+    """The chunks before it are known."""
+    wait_s: float = 0.0
+
+
 class GetChunks(_Message, tag="get_chunks"):
     encoding: Encoding
     indices: tuple[int, ...]
@@ -208,6 +225,10 @@ class ManifestReply(_Message, tag="manifest"):
     xxh3: int
     relay: str = ""
     """host:port of an instance that has, or is getting, the same encoding; empty for none."""
+
+
+class MadeReply(_Message, tag="made"):
+    made: Made
 
 
 class ChunkReply(_Message, tag="chunk"):
@@ -223,12 +244,12 @@ class ChunkReply(_Message, tag="chunk"):
 
 class Refused(_Message, tag="refused"):
     kind: str
-    """protocol | token | version | codec | request | busy"""
+    """protocol | token | version | codec | request | busy | given_up"""
     message: str
 
 
-ToStore = Hello | Proof | GetPlan | GetManifest | GetChunks
-FromStore = Challenge | Accepted | Plan | ManifestReply | ChunkReply | Refused
+ToStore = Hello | Proof | GetPlan | GetManifest | GetMade | GetChunks
+FromStore = Challenge | Accepted | Plan | ManifestReply | MadeReply | ChunkReply | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _to_store: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)
@@ -290,5 +311,6 @@ def refusal(refused: Refused, source: str) -> WeightError:
         "version": NoSuchVersion,
         "codec": NoSuchCodec,
         "busy": LinkLost,
+        "given_up": GivenUp,
     }
     return kinds.get(refused.kind, WeightError)(text)

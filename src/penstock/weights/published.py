@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from penstock.errors import WeightError
-from penstock.weights.encodings import Encoded, raw_manifest_of
+from penstock.weights.encodings import raw_manifest_of
+from penstock.weights.growing import Growing
 from penstock.weights.manifest import Manifest, TensorEntry, encode_manifest, sign_manifest
 from penstock.weights.plan import Bytes, check_tensor, cut_runs, digest, tensor_offsets
 from penstock.weights.quantization import SCHEME_DTYPES
@@ -46,10 +47,12 @@ class Version:
 
 @dataclass(slots=True, eq=False)
 class Coded:
-    """An encoding as it is served."""
+    """An encoding as it is served, once it is whole."""
 
-    encoded: Encoded
+    manifest: Manifest
     signed: bytes
+    growing: Growing
+    """Its chunks."""
 
 
 class Publication:

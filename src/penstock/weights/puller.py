@@ -22,12 +22,20 @@ from typing import TypeVar
 from penstock.errors import MissingExtra, WeightError
 from penstock.weights.choose import QUANTIZED, Rates
 from penstock.weights.fetch import Fetch
-from penstock.weights.manifest import Encoding, Manifest, StagedWeights, decode_manifest, is_authentic
+from penstock.weights.manifest import (
+    Encoding,
+    Made,
+    Manifest,
+    StagedWeights,
+    decode_manifest,
+    is_authentic,
+    is_made,
+)
 from penstock.weights.mapped import verify_in_place
 from penstock.weights.memory import host_buffer
 from penstock.weights.partial import Partial, holds_something
-from penstock.weights.plan import check_manifest, split_tensors
-from penstock.weights.protocol import GetOffers, GetPlan, Held, Layout, LinkLost, OtherProtocol, TokenRefused
+from penstock.weights.plan import check_made, check_manifest, split_tensors
+from penstock.weights.protocol import GetOffers, GetPlan, GivenUp, Held, Layout, LinkLost, OtherProtocol, TokenRefused
 from penstock.weights.relay import Relay
 from penstock.weights.tcp import TcpTransport
 from penstock.weights.transport import CONNECT_S, Planned, WeightLink, WeightTransport
@@ -148,20 +156,21 @@ class _Pull:
                     planned = await self._plan(first, codec, base)
                 if planned.relay and (shared := await self._shared(planned.relay, threads)) is not None:
                     return shared
-                try:
-                    return await self._come(first, planned, base, threads)
-                except (LinkLost, TokenRefused, OtherProtocol):
-                    raise
-                except (WeightError, ExceptionGroup) as error:
-                    if planned.steps[0].base is None:
+                while True:
+                    try:
+                        return await self._come(first, planned, base, threads)
+                    except (LinkLost, TokenRefused, OtherProtocol):
                         raise
-                    # The base may be at fault, or be gone from the store: a full version needs none.
-                    cause = _first_cause(error) if isinstance(error, ExceptionGroup) else error
-                    self._note(f"{planned.steps[-1]}: {cause}; fetched in full instead")
-                # Answers to what was asked for may still be on their way on this link.
-                first.drop()
-                planned = await self._plan(first, "lossless" if codec == "delta" else codec, None)
-                return await self._come(first, planned, None, threads)
+                    except (WeightError, ExceptionGroup) as error:
+                        cause = _first_cause(error) if isinstance(error, ExceptionGroup) else error
+                        codec = _in_full(planned.steps[0], codec, cause)
+                        if not codec:
+                            raise
+                        self._note(f"{planned.steps[-1]}: {cause}; fetched in full instead, {codec}")
+                    # Answers to what was asked for may still be on their way on this link.
+                    first.drop()
+                    base = None
+                    planned = await self._plan(first, codec, None)
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -169,7 +178,14 @@ class _Pull:
         """How the version comes, with the first manifest and, on a link of its own, the first chunks behind it."""
         held = (Held(base.version, base.manifest.digest),) if base is not None and base.stream.nbytes else ()
         scheme = codec if codec in QUANTIZED else ""
-        ask = GetOffers(version=self._version, held=held if codec != "raw" else (), wait_s=WAIT_S, scheme=scheme)
+        ask = GetOffers(
+            version=self._version,
+            held=held if codec != "raw" else (),
+            wait_s=WAIT_S,
+            scheme=scheme,
+            # What is kept on disk is kept by the final manifest.
+            draft=self.partial is None,
+        )
         # What is on the disk already need not come again.
         push_bytes = 0 if self.partial is not None and holds_something(self.partial) else PUSH_BYTES
 
@@ -261,7 +277,7 @@ class _Pull:
                 signed, other, pushed = planned.manifest, planned.relay, planned.pushed
             else:
                 (signed, other), pushed = await first.call(self._asking_for(step)), 0
-            manifest = self._believed(decode_manifest(signed), step, digest)
+            manifest = self._believed(decode_manifest(signed), step, digest, number == 0 and self.partial is None)
             digest = manifest.digest
             if self.relay is not None:
                 # It lets go of the oldest version, whose memory can be staged in again.
@@ -272,7 +288,8 @@ class _Pull:
                 raise WeightError(f"{step} is {manifest.raw_nbytes} bytes and its base {len(before or staging)}")
             last = number == len(steps) - 1
             fetch = Fetch(manifest, before, staging, threads, self.rates, self._note, verify=last)
-            await self._one_step(first, fetch, manifest, signed, other, fetch.claim(pushed))
+            await self._one_step(first, fetch, signed, other, fetch.claim(pushed))
+            manifest = fetch.manifest
             before = staging
         if manifest is None or staging is None:
             raise WeightError(f"weight version {self._version} has no way to come")
@@ -293,11 +310,11 @@ class _Pull:
         self,
         first: Reconnecting,
         fetch: Fetch,
-        manifest: Manifest,
         signed: bytes,
         other: str,
         pushed: Sequence[int],
     ) -> None:
+        manifest = fetch.manifest
         if other and pushed:
             raise WeightError(f"{self._source} pushes chunks of {manifest.encoding} and names a relay for them")
         kept = Partial(self.partial, manifest, signed) if self.partial is not None else None
@@ -306,8 +323,11 @@ class _Pull:
         try:
             await fetch.take_kept(kept)
             async with asyncio.TaskGroup() as group:
+                if manifest.is_draft:
+                    group.create_task(self._grown(first, fetch))
                 # With another instance to fetch from, the trainer's link is left to others.
-                group.create_task(self._through(fetch, other) if other else fetch.run(first, pushed))
+                elsewhere = other or manifest.is_draft
+                group.create_task(self._through(fetch, other) if elsewhere else fetch.run(first, pushed))
                 for _ in range(min(self.connections, len(manifest.chunks)) - 1):
                     group.create_task(self._through(fetch, other))
             while not await fetch.finish():
@@ -319,15 +339,33 @@ class _Pull:
         if kept is not None:
             kept.delete()
 
+    async def _grown(self, first: Reconnecting, fetch: Fetch) -> None:
+        """Hears of a draft's chunks as they are made, to the last. Raises WeightError for what is not the trainer's."""
+        draft = fetch.manifest
+        while True:
+            known = fetch.made
+
+            async def asked(link: WeightLink, known: int = known) -> Made:
+                return await link.made(draft.encoding, known, WAIT_S)
+
+            made = await first.call(asked)
+            if self._token and not is_made(draft, made, self._token):
+                raise WeightError(f"what is said of the chunks of {draft.encoding} is not signed with this run's token")
+            check_made(draft, known, made)
+            fetch.more(made)
+            if fetch.made == len(draft.chunks):
+                self._believed(fetch.manifest, draft.encoding, draft.base_digest)
+                return
+
     async def _through(self, fetch: Fetch, other: str) -> None:
         async with Reconnecting(self._source, self._transport, self._note, other) as connection:
             await fetch.run(connection)
 
-    def _believed(self, manifest: Manifest, step: Encoding, base_digest: str) -> Manifest:
+    def _believed(self, manifest: Manifest, step: Encoding, base_digest: str, draft: bool = False) -> Manifest:
         """Raises WeightError where the manifest is not the trainer's, not in order, or not what was asked for."""
         if self._token and not is_authentic(manifest, self._token):
             raise WeightError(f"the manifest of {step} is not signed with this run's token")
-        check_manifest(manifest, step.version, self._max_bytes)
+        check_manifest(manifest, step.version, self._max_bytes, draft)
         if manifest.encoding != step:
             raise WeightError(f"asked for {step} and got the manifest of {manifest.encoding}")
         if manifest.base_digest != base_digest and step.base is not None:
@@ -415,6 +453,15 @@ class Reconnecting:
         if self._link is not None:
             self._link.close()
             self._link = None
+
+
+def _in_full(step: Encoding, codec: str, cause: BaseException) -> str:
+    """The codec by which a version is fetched whose first step failed; empty for none."""
+    if step.base is not None:
+        # The base may be at fault, or be gone from the store: a full version needs none.
+        return "lossless" if codec == "delta" else codec
+    # Quantized weights are another model than any other encoding's.
+    return "raw" if isinstance(cause, GivenUp) and step.codec not in QUANTIZED else ""
 
 
 def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -152,7 +152,7 @@ class Relay:
     async def offers(self, ask: GetOffers) -> Offers:
         raise NoSuchVersion("it passes on what it has, and offers nothing")
 
-    async def open(self, encoding: Encoding, wait_s: float, by: str = "") -> Lease:
+    async def open(self, encoding: Encoding, wait_s: float, by: str = "", draft: bool = False) -> Lease:
         if by:
             return _WholeLease(await self._lent(encoding.version, wait_s))
         if encoding not in self._passing and encoding.version in self._whole:

@@ -13,13 +13,13 @@ import socket
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from penstock.errors import WeightError
 from penstock.tls import certificate_role
 from penstock.weights.addresses import format_address
 from penstock.weights.choose import choose
-from penstock.weights.manifest import Encoding
+from penstock.weights.manifest import Encoding, Made
 from penstock.weights.plan import MAX_BATCH, Bytes, digest
 from penstock.weights.protocol import (
     MAGIC,
@@ -30,11 +30,14 @@ from penstock.weights.protocol import (
     ChunkReply,
     FromStore,
     GetChunks,
+    GetMade,
     GetManifest,
     GetOffers,
     GetPlan,
+    GivenUp,
     Hello,
     LinkLost,
+    MadeReply,
     ManifestReply,
     NoSuchCodec,
     NoSuchVersion,
@@ -103,6 +106,20 @@ class Lease(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class DraftLease(Lease, Protocol):
+    """Of an encoding that is, or was, made while it is read."""
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether `manifest` is a draft."""
+        ...
+
+    async def made(self, first: int, wait_s: float) -> Made:
+        """What has been made from chunk `first` on. Raises NotReady, GivenUp."""
+        ...
+
+
 class Shelf(Protocol):
     """What is served."""
 
@@ -112,9 +129,9 @@ class Shelf(Protocol):
         """Raises NoSuchVersion."""
         ...
 
-    async def open(self, encoding: Encoding, wait_s: float, by: str = "") -> Lease:
-        """`by`: the kind of way by which the puller can map it whole. Raises NoSuchVersion, or NotReady where it is not
-        there after `wait_s`."""
+    async def open(self, encoding: Encoding, wait_s: float, by: str = "", draft: bool = False) -> Lease:
+        """`by`: the kind of way by which the puller can map it whole. `draft`: one that is being made will do, with a
+        DraftLease. Raises NoSuchVersion, or NotReady where it is not there after `wait_s`."""
         ...
 
     def ways(self, said: Sequence[str]) -> tuple[Way, ...]:
@@ -191,6 +208,8 @@ class _Reader:
         """What the puller's certificate calls it."""
         self._lease: Lease | None = None
         self._encoding: Encoding | None = None
+        self._draft = False
+        """Whether that may have been opened as a draft."""
 
     async def run(self, busy: bool) -> None:
         try:
@@ -264,6 +283,8 @@ class _Reader:
                 await self._send_plan(request)
             elif isinstance(request, GetManifest):
                 await self._send_manifest(request)
+            elif isinstance(request, GetMade):
+                return await self._send_made(request)
             elif isinstance(request, GetChunks):
                 return await self._send_chunks(request)
             else:
@@ -272,6 +293,8 @@ class _Reader:
             return await self._refuse("version", str(error))
         except NoSuchCodec as error:
             return await self._refuse("codec", str(error))
+        except GivenUp as error:
+            return await self._refuse("given_up", str(error))
         except NotReady as error:
             return await self._refuse("busy", str(error))
         return True
@@ -289,15 +312,16 @@ class _Reader:
         steps: tuple[Encoding, ...] = (Encoding(ask.version),)
         if request.codec != "raw":
             offered = await self._shelf.offers(ask)
-            steps = choose(offered.offers, offered.raw_nbytes, request.measured, request.codec).steps
-        lease = await self._leased(steps[0], ask.wait_s, request.by)
+            steps = choose(offered.offers, offered.raw_nbytes, request.measured, request.codec, ask.draft).steps
+        lease = await self._leased(steps[0], ask.wait_s, request.by, ask.draft)
         relay = self._relay_for(steps[0], request.relay_port)
         place = lease.whole(request.by) if request.by else ""
-        pushed = 0 if relay or place else _pushed(lease, request.push_bytes)
+        is_draft = isinstance(lease, DraftLease) and lease.is_draft
+        pushed = 0 if relay or place or is_draft else _pushed(lease, request.push_bytes)
         signed = lease.manifest
         plan = Plan(steps=steps, nbytes=len(signed), xxh3=digest(signed), relay=relay, pushed=pushed, place=place)
         await self._framed.send(encode_message(plan) + signed)
-        self._shelf.count("manifests")
+        self._shelf.count("drafts" if is_draft else "manifests")
         if place:
             self._shelf.count(f"lent_by_{request.by}")
         await self._send_run([await lease.chunk(index) for index in range(pushed)])
@@ -310,12 +334,19 @@ class _Reader:
         await self._framed.send(encode_message(reply) + encoded)
         self._shelf.count("manifests")
 
+    async def _send_made(self, ask: GetMade) -> bool:
+        lease = await self._leased(ask.encoding, ask.wait_s, draft=True)
+        if not isinstance(lease, DraftLease) or not 0 <= ask.first <= lease.chunks:
+            return await self._refuse("request", f"{ask.encoding} has no chunk {ask.first} to be made")
+        await self._send(MadeReply(made=await lease.made(ask.first, min(max(ask.wait_s, 0.0), MAX_WAIT_S))))
+        return True
+
     def _relay_for(self, encoding: Encoding, port: int) -> str:
         own = format_address(self._host, port) if 0 < port < 65536 else ""
         return self._shelf.relay(encoding, own)
 
     async def _send_chunks(self, ask: GetChunks) -> bool:
-        lease = await self._leased(ask.encoding, 0.0)
+        lease = await self._leased(ask.encoding, 0.0, draft=True)
         if len(ask.indices) > MAX_BATCH:
             return await self._refuse("request", f"{len(ask.indices)} chunks at once are over the limit of {MAX_BATCH}")
         run: list[Bytes] = []
@@ -349,11 +380,11 @@ class _Reader:
         if lease is not None:
             lease.close()
 
-    async def _leased(self, encoding: Encoding, wait_s: float, by: str = "") -> Lease:
-        if self._lease is None or self._encoding != encoding or by:
+    async def _leased(self, encoding: Encoding, wait_s: float, by: str = "", draft: bool = False) -> Lease:
+        if self._lease is None or self._encoding != encoding or by or (self._draft and not draft):
             self._let_go()
-            self._lease = await self._shelf.open(encoding, min(max(wait_s, 0.0), MAX_WAIT_S), by)
-            self._encoding = encoding
+            self._lease = await self._shelf.open(encoding, min(max(wait_s, 0.0), MAX_WAIT_S), by, draft)
+            self._encoding, self._draft = encoding, draft
         return self._lease
 
     async def _refuse(self, kind: str, message: str) -> bool:

@@ -21,13 +21,14 @@ from typing import TypeVar
 
 from penstock.errors import MissingExtra, WeightError
 from penstock.weights.addresses import advertised, format_address, listen, outward_address
-from penstock.weights.encodings import Estimate, can_zipnn, encode, estimate
+from penstock.weights.encodings import Estimate, can_zipnn, draft_of, encode, estimate
+from penstock.weights.growing import Growing
 from penstock.weights.leases import CodedLease, RawLease
 from penstock.weights.manifest import Encoding, Manifest, TensorEntry, encode_manifest, sign_manifest
 from penstock.weights.memory import usable_cores
 from penstock.weights.offers import codecs_of, offers_of
 from penstock.weights.plan import CODECS, tensor_offsets
-from penstock.weights.protocol import GetOffers, NoSuchVersion, NotReady, Offers, Way
+from penstock.weights.protocol import GetOffers, GivenUp, NoSuchVersion, NotReady, Offers, Way
 from penstock.weights.published import (
     Coded,
     Publication,
@@ -93,6 +94,8 @@ class WeightStore:
         self._versions: dict[int, Version] = {}
         self._pending: dict[int, Future[Manifest]] = {}
         self._coded: dict[Encoding, Future[Coded]] = {}
+        self._growing: dict[Encoding, Future[Growing]] = {}
+        """Of those that are not whole yet; done once the first chunk is about to be made."""
         self._estimates: dict[Encoding, Estimate] = {}
         self._relays: dict[Encoding, list[str]] = {}
         self._quantized: dict[tuple[int, str], Future[Version]] = {}
@@ -256,7 +259,7 @@ class WeightStore:
             if coded.exception() is not None:
                 del self._coded[key]
             elif key.base is not None:
-                left -= coded.result().encoded.manifest.nbytes
+                left -= coded.result().manifest.nbytes
                 deltas += 1
                 if left < 0 or deltas > KEEP_DELTAS:
                     del self._coded[key]
@@ -315,25 +318,49 @@ class WeightStore:
         # Begun before what needs them, on the same one thread: they are done when it begins.
         scheme = scheme_of_codec(key.codec)
         quantized = [self._quantize(one, scheme) for one in (key.version, key.base) if scheme and one is not None]
-        coded = self._coded[key] = self._encoding.submit(self._encode, key, held, base, quantized)
+        begun: Future[Growing] = Future()
+        self._growing[key] = begun
+        coded = self._coded[key] = self._encoding.submit(self._encode, key, held, base, quantized, begun)
         return coded
 
-    def _encode(self, key: Encoding, held: Version, base: Version | None, quantized: list[Future[Version]]) -> Coded:
+    def _encode(
+        self,
+        key: Encoding,
+        held: Version,
+        base: Version | None,
+        quantized: list[Future[Version]],
+        begun: Future[Growing],
+    ) -> Coded:
         try:
             new = quantized[0].result() if quantized else held
             old = quantized[1].result() if quantized and base is not None else base
+            before = None if old is None else old.manifest
+            growing = Growing(draft_of(new.manifest, key.codec, before), self._token)
+            begun.set_result(growing)
             encoded = encode(
                 new.manifest,
                 new.stream,
                 key.codec,
-                None if old is None else old.manifest,
+                before,
                 None if old is None else old.stream,
                 self._threads if self._cores > 1 else None,
+                growing.add,
             )
             self.count(f"encoded_{key.codec}")
-            signed = encode_manifest(sign_manifest(encoded.manifest, self._token))
-            return Coded(encoded, signed)
+            manifest = sign_manifest(encoded.manifest, self._token)
+            coded = Coded(manifest, encode_manifest(manifest), growing)
+            growing.finish(manifest.mac)
+            return coded
+        except BaseException as error:
+            if begun.done():
+                begun.result().give_up(error)
+            else:
+                begun.set_exception(error)
+            raise
         finally:
+            with self._lock:
+                if self._growing.get(key) is begun:
+                    del self._growing[key]
             for one in (held, base):
                 if one is not None:
                     self._release(one)
@@ -357,7 +384,7 @@ class WeightStore:
         if ask.scheme:
             await self._quantized_soon((ask.version, *(one.version for one in ask.held)), ask.scheme, ask.wait_s)
         if ask.held:
-            await self._coded_soon(ask.version, min(ask.wait_s, SOON_S))
+            await self._coded_soon(ask, min(ask.wait_s, SOON_S))
         return await asyncio.to_thread(self._offers, ask)
 
     def _offers(self, ask: GetOffers) -> Offers:
@@ -402,7 +429,7 @@ class WeightStore:
     def _ready(self) -> dict[Encoding, Manifest]:
         with self._lock:
             return {
-                key: coded.result().encoded.manifest
+                key: coded.result().manifest
                 for key, coded in self._coded.items()
                 if coded.done() and coded.exception() is None
             }
@@ -419,7 +446,7 @@ class WeightStore:
             self._estimates[key] = found
         return Estimate(found.nbytes, found.encode_s / self._cores)
 
-    async def open(self, encoding: Encoding, wait_s: float, by: str = "") -> Lease:
+    async def open(self, encoding: Encoding, wait_s: float, by: str = "", draft: bool = False) -> Lease:
         if encoding.codec == "raw":
             await self._published(encoding.version, wait_s)
             held = self._hold(encoding.version)
@@ -431,7 +458,17 @@ class WeightStore:
             if encoding.base is not None:
                 self._deltas_wanted.add(encoding.codec)
             coding = self._code(encoding)
-        return CodedLease(await _within(coding, wait_s, f"{encoding} is being encoded"))
+            begun = self._growing.get(encoding)
+        what = f"{encoding} is being encoded"
+        try:
+            if draft and begun is not None and not coding.done():
+                return CodedLease(await _within(begun, wait_s, what))
+            coded = await _within(coding, wait_s, what)
+        except NotReady:
+            raise
+        except Exception as error:
+            raise GivenUp(f"{encoding} is given up: {str(error) or type(error).__name__}") from error
+        return CodedLease(coded.growing, coded.signed)
 
     def ways(self, said: Sequence[str]) -> tuple[Way, ...]:
         found = (self._lenders[kind].way(one) for one in said if (kind := one.partition(":")[0]) in self._lenders)
@@ -449,12 +486,16 @@ class WeightStore:
         near = [other for other in before if other.rpartition(":")[0] == address.rpartition(":")[0]]
         return (near or sorted(firsts.values(), key=before.index) or [""])[-1]
 
-    async def _coded_soon(self, version: int, wait_s: float) -> None:
-        """A difference that is being encoded is worth a moment: without it a chain would seem broken."""
+    async def _coded_soon(self, ask: GetOffers, wait_s: float) -> None:
+        """A difference that is being encoded is worth a moment: without it a chain would seem broken. One that leads on
+        from what the puller holds is worth none where its draft will do."""
+        direct = {one.version for one in ask.held} if ask.draft else set()
         with self._lock:
-            coding = [coded for key, coded in self._coded.items() if key.version == version and not coded.done()]
-        if coding:
-            await asyncio.wait([asyncio.wrap_future(one) for one in coding], timeout=wait_s)
+            coding = {
+                key: coded for key, coded in self._coded.items() if key.version == ask.version and not coded.done()
+            }
+        if coding and not direct.intersection(key.base for key in coding):
+            await asyncio.wait([asyncio.wrap_future(one) for one in coding.values()], timeout=wait_s)
 
     async def _quantized_soon(self, versions: Iterable[int], scheme: str, wait_s: float) -> None:
         """Begins what is not quantized yet, and waits. Raises NotReady where it takes longer."""

@@ -21,7 +21,7 @@ import msgspec
 from penstock.errors import WeightError
 from penstock.weights.addresses import format_address, parse_addresses
 from penstock.weights.bulk import BULK_BYTES, BulkSocket, after, nobody
-from penstock.weights.manifest import Encoding
+from penstock.weights.manifest import Encoding, Made
 from penstock.weights.plan import Bytes, digest
 from penstock.weights.protocol import (
     LENGTH,
@@ -35,10 +35,12 @@ from penstock.weights.protocol import (
     ChunkReply,
     FromStore,
     GetChunks,
+    GetMade,
     GetManifest,
     GetPlan,
     Hello,
     LinkLost,
+    MadeReply,
     ManifestReply,
     OtherProtocol,
     Plan,
@@ -435,6 +437,12 @@ class TcpLink:
         if not isinstance(reply, ManifestReply):
             raise BadMessage(f"{self._source} answered a manifest request with {type(reply).__name__}")
         return await self._manifest(reply.nbytes, reply.xxh3, encoding), reply.relay
+
+    async def made(self, encoding: Encoding, first: int, wait_s: float) -> Made:
+        reply = await self._ask(GetMade(encoding=encoding, first=first, wait_s=wait_s), wait_s)
+        if not isinstance(reply, MadeReply):
+            raise BadMessage(f"{self._source} answered a request for what is made with {type(reply).__name__}")
+        return reply.made
 
     async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
         by = "" if self._reader is None else self._by

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from penstock.errors import WeightError
-from penstock.weights.manifest import Encoding
+from penstock.weights.manifest import Encoding, Made
 from penstock.weights.protocol import GetPlan, Way
 
 __all__ = [
@@ -93,6 +93,10 @@ class WeightLink(Protocol):
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
         """The encoding's manifest, not believed yet, and the address of an instance that has it too, or empty."""
+        ...
+
+    async def made(self, encoding: Encoding, first: int, wait_s: float) -> Made:
+        """What has been made of a draft from chunk `first` on, not believed yet; waits until there is more."""
         ...
 
     async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
