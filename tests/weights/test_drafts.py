@@ -73,7 +73,7 @@ class Halting:
 
 def halting(monkeypatch: pytest.MonkeyPatch, after: int, error: Exception | None = None) -> Halting:
     found = Halting(after, error)
-    monkeypatch.setattr("penstock.weights.store.encode", found)
+    monkeypatch.setattr("penstock.weights.published.encode", found)
     return found
 
 
@@ -267,7 +267,7 @@ async def test_an_encoding_that_is_given_up_comes_in_full_by_the_next_codec(
         def failing(raw: Manifest, stream: memoryview, by: str, *rest: object) -> Encoded:
             return (encoder if by == codec else whole)(raw, stream, by, *rest)  # type: ignore[arg-type]
 
-        monkeypatch.setattr("penstock.weights.store.encode", failing)
+        monkeypatch.setattr("penstock.weights.published.encode", failing)
         weights = await fetch(address, 1, codec=codec, base=base)
         assert_whole(weights, 1)
         assert codecs(weights) == [f"{instead}:1"]
@@ -294,7 +294,7 @@ async def test_a_sender_that_dies_while_it_encodes_and_comes_back_completes_the_
         pulling = asyncio.create_task(fetch(address, 1, codec=codec, base=base, connections=3))
         await counted_at_least(first, "chunks", before + 5)
         await asyncio.to_thread(first.close)
-        monkeypatch.setattr("penstock.weights.store.encode", encode)
+        monkeypatch.setattr("penstock.weights.published.encode", encode)
         async with store_of(0, 1, port=int(address.rpartition(":")[2])):
             weights = await pulling
         encoder.go_on.set()

@@ -10,12 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from concurrent.futures import Future
+from typing import TypeVar
 
 from penstock.weights.choose import DRAFT_PARTS
 from penstock.weights.manifest import ChunkEntry, Made, Manifest, encode_manifest, sign_made, sign_manifest
 from penstock.weights.protocol import GivenUp, NotReady
 
-__all__ = ["Growing"]
+__all__ = ["Growing", "within"]
+
+T = TypeVar("T")
 
 MAX_MADE = 512
 """Chunks told of at once: a message has a limit."""
@@ -111,3 +115,14 @@ class Growing:
 def _there(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+async def within(future: Future[T], wait_s: float, what: str) -> T:
+    """The future's result. Raises NotReady where it takes longer, WeightError where the work behind it failed."""
+    if future.done() and not future.cancelled() and future.exception() is None:
+        return future.result()
+    try:
+        async with asyncio.timeout(wait_s):
+            return await asyncio.shield(asyncio.wrap_future(future))
+    except TimeoutError:
+        raise NotReady(f"{what}, and not ready after {wait_s:g} s") from None

@@ -6,11 +6,11 @@ Pure but for the copying; decides nothing about how long a version is kept or ho
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 from penstock.errors import WeightError
-from penstock.weights.encodings import raw_manifest_of
+from penstock.weights.encodings import draft_of, encode, raw_manifest_of
 from penstock.weights.growing import Growing
 from penstock.weights.manifest import Manifest, TensorEntry, encode_manifest, sign_manifest
 from penstock.weights.plan import Bytes, check_tensor, cut_runs, digest, tensor_offsets
@@ -24,6 +24,7 @@ __all__ = [
     "comparable",
     "copy_into",
     "described",
+    "made",
     "scheme_of_codec",
     "version_of",
 ]
@@ -53,6 +54,27 @@ class Coded:
     signed: bytes
     growing: Growing
     """Its chunks."""
+
+
+def made(
+    codec: str, new: Version, old: Version | None, token: str, threads: Executor | None, begun: Future[Growing]
+) -> Coded:
+    """`new` by `codec`, as a difference to `old` where there is one. `begun` is done before the first chunk is made,
+    and its result ends whole or given up with this call. Raises what stood in the way."""
+    base = None if old is None else old.manifest
+    growing = Growing(draft_of(new.manifest, codec, base), token)
+    begun.set_result(growing)
+    try:
+        encoded = encode(
+            new.manifest, new.stream, codec, base, None if old is None else old.stream, threads, growing.add
+        )
+        manifest = sign_manifest(encoded.manifest, token)
+        coded = Coded(manifest, encode_manifest(manifest), growing)
+    except BaseException as error:
+        growing.give_up(error)
+        raise
+    growing.finish(manifest.mac)
+    return coded
 
 
 class Publication:

@@ -17,16 +17,15 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
 
 from penstock.errors import MissingExtra, WeightError
 from penstock.weights.addresses import advertised, format_address, listen, outward_address
-from penstock.weights.encodings import Estimate, can_zipnn, draft_of, encode, estimate
-from penstock.weights.growing import Growing
+from penstock.weights.encodings import Estimate, can_zipnn, estimate
+from penstock.weights.growing import Growing, within
 from penstock.weights.leases import CodedLease, RawLease
-from penstock.weights.manifest import Encoding, Manifest, TensorEntry, encode_manifest, sign_manifest
+from penstock.weights.manifest import Encoding, Manifest, TensorEntry
 from penstock.weights.memory import usable_cores
-from penstock.weights.offers import codecs_of, offers_of
+from penstock.weights.offers import RelayChain, codecs_of, offers_of
 from penstock.weights.plan import CODECS, tensor_offsets
 from penstock.weights.protocol import GetOffers, GivenUp, NoSuchVersion, NotReady, Offers, Way
 from penstock.weights.published import (
@@ -37,6 +36,7 @@ from penstock.weights.published import (
     comparable,
     copy_into,
     described,
+    made,
     scheme_of_codec,
     version_of,
 )
@@ -51,8 +51,6 @@ KEEP_DELTAS = 64
 """Encoded differences kept for chains, within the bytes of one version."""
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class WeightStore:
@@ -97,7 +95,7 @@ class WeightStore:
         self._growing: dict[Encoding, Future[Growing]] = {}
         """Of those that are not whole yet; done once the first chunk is about to be made."""
         self._estimates: dict[Encoding, Estimate] = {}
-        self._relays: dict[Encoding, list[str]] = {}
+        self._relays: dict[Encoding, RelayChain] = {}
         self._quantized: dict[tuple[int, str], Future[Version]] = {}
         """By version and scheme, as far as somebody has asked."""
         self._deltas_wanted: set[str] = set()
@@ -334,27 +332,11 @@ class WeightStore:
         try:
             new = quantized[0].result() if quantized else held
             old = quantized[1].result() if quantized and base is not None else base
-            before = None if old is None else old.manifest
-            growing = Growing(draft_of(new.manifest, key.codec, before), self._token)
-            begun.set_result(growing)
-            encoded = encode(
-                new.manifest,
-                new.stream,
-                key.codec,
-                before,
-                None if old is None else old.stream,
-                self._threads if self._cores > 1 else None,
-                growing.add,
-            )
+            coded = made(key.codec, new, old, self._token, self._threads if self._cores > 1 else None, begun)
             self.count(f"encoded_{key.codec}")
-            manifest = sign_manifest(encoded.manifest, self._token)
-            coded = Coded(manifest, encode_manifest(manifest), growing)
-            growing.finish(manifest.mac)
             return coded
         except BaseException as error:
-            if begun.done():
-                begun.result().give_up(error)
-            else:
+            if not begun.done():
                 begun.set_exception(error)
             raise
         finally:
@@ -462,8 +444,8 @@ class WeightStore:
         what = f"{encoding} is being encoded"
         try:
             if draft and begun is not None and not coding.done():
-                return CodedLease(await _within(begun, wait_s, what))
-            coded = await _within(coding, wait_s, what)
+                return CodedLease(await within(begun, wait_s, what))
+            coded = await within(coding, wait_s, what)
         except NotReady:
             raise
         except Exception as error:
@@ -475,16 +457,8 @@ class WeightStore:
         return tuple(way for way in found if way is not None)
 
     def relay(self, encoding: Encoding, address: str) -> str:
-        """Each who passes an encoding on is given the one that asked before it, on its own machine where there is one,
-        else the first of the machine before: they form a chain that comes to each machine once."""
         with self._lock:
-            relays = self._relays.setdefault(encoding, [])
-            if address and address not in relays:
-                relays.append(address)
-            before = relays[: relays.index(address)] if address else relays[-1:]
-        firsts = {other.rpartition(":")[0]: other for other in reversed(before)}
-        near = [other for other in before if other.rpartition(":")[0] == address.rpartition(":")[0]]
-        return (near or sorted(firsts.values(), key=before.index) or [""])[-1]
+            return self._relays.setdefault(encoding, RelayChain()).before(address)
 
     async def _coded_soon(self, ask: GetOffers, wait_s: float) -> None:
         """A difference that is being encoded is worth a moment: without it a chain would seem broken. One that leads on
@@ -505,7 +479,7 @@ class WeightStore:
             wanted = [self._quantize(version, scheme) for version in versions if version in self._versions]
         try:
             for quantizing in wanted:
-                await _within(quantizing, wait_s, f"weights are being quantized to {scheme}")
+                await within(quantizing, wait_s, f"weights are being quantized to {scheme}")
         except MissingExtra as error:
             raise NoSuchVersion(str(error)) from error
 
@@ -513,7 +487,7 @@ class WeightStore:
         with self._lock:
             pending = self._pending.get(version)
         if pending is not None:
-            await _within(pending, wait_s, f"weight version {version} is being published")
+            await within(pending, wait_s, f"weight version {version} is being published")
 
     def _hold(self, version: int) -> Version:
         with self._lock:
@@ -527,14 +501,3 @@ class WeightStore:
         with self._lock:
             held.readers -= 1
             self._collect()
-
-
-async def _within(future: Future[T], wait_s: float, what: str) -> T:
-    """The future's result. Raises NotReady where it takes longer, WeightError where the work behind it failed."""
-    if future.done() and not future.cancelled() and future.exception() is None:
-        return future.result()
-    try:
-        async with asyncio.timeout(wait_s):
-            return await asyncio.shield(asyncio.wrap_future(future))
-    except TimeoutError:
-        raise NotReady(f"{what}, and not ready after {wait_s:g} s") from None
