@@ -13,6 +13,7 @@ from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue, Report, 
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.curves import Speed
 from penstock.rollout.plan import Limits, Plan
+from penstock.rollout.tracker import EPOCH_SHIFT
 
 TRUTH = Speed(0.01, 2e-4, 1e-6, 1e-5)
 
@@ -67,6 +68,19 @@ def test_a_move_is_not_worth_a_prefill_that_takes_longer_than_it_saves() -> None
     loads = [InstanceLoad("i0", 8, 32), InstanceLoad("i1", 2, 32)]
     assert certain(prefill_s=1e-6).moves(0, loads, held.__getitem__)
     assert certain(prefill_s=0.01).moves(0, loads, held.__getitem__) == [], "a prefill of 264 tokens takes 2.6 s"
+
+
+@pytest.mark.parametrize("epoch", [0, 1, (1 << 22) - 1])
+def test_leases_of_whatever_epoch_have_quantiles_of_their_own(epoch: int) -> None:
+    """A manager's leases are beyond 2^53: with one quantile for all, nothing that runs seems to have much to come."""
+    first = epoch << EPOCH_SHIFT
+    held = {"i0": rows(first + 1, 24), "i1": rows(first + 100, 1)}
+    policy = learned()
+    expected = [left for left, *_ in policy._held(held["i0"])]
+    assert sum(expected) / 24 == pytest.approx(policy.lengths.left(50), rel=0.1)
+    assert len(set(expected)) > 20
+    moves = policy.moves(0, [InstanceLoad("i0", 24, 32), InstanceLoad("i1", 1, 32)], held.__getitem__)
+    assert moves
 
 
 def test_level_instances_are_left_alone() -> None:

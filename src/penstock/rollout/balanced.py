@@ -31,7 +31,9 @@ PAIRS = 4
 """Most and least loaded instances looked at for one answer, whose cost then does not grow with the fleet."""
 LATELY = 0.1
 """Weight of the newest report in a running mean over the fleet's."""
-GOLDEN = 0.6180339887
+GOLDEN = 0x9E3779B97F4A7C15
+"""The golden ratio's fraction in 64 bits: its multiples lie evenly (Knuth's Fibonacci hashing). Leases have an epoch in
+their upper bits, of which floating point would leave nothing."""
 
 
 @dataclass
@@ -270,7 +272,7 @@ class Balanced(ShortestQueue):
         known = self.lengths.known
         return [
             (
-                self.lengths.left_at(sample.output_tokens, sample.lease * GOLDEN % 1.0)
+                self.lengths.left_at(sample.output_tokens, (sample.lease * GOLDEN % 2**64) / 2**64)
                 if known
                 else float(max(1, sample.output_tokens)),
                 float(sample.context_tokens),
