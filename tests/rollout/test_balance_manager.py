@@ -120,6 +120,26 @@ def test_moves_are_asked_for_no_more_than_once_a_second() -> None:
     assert not policy.wishes
 
 
+def test_moves_are_asked_for_at_once_when_a_window_has_ended() -> None:
+    world, policy, _ = restless_world(2)
+    world.trainer(submit(samples_per_prompt=4, max_new_tokens=40))
+    world.pass_time(1.5)
+    batch = next(world.manager.tracker.batches())
+    loads = [InstanceLoad(instance, 1, 8) for instance in ("engine-0", "engine-1")]
+    now, wish = 1e3, (0, 0, 1)
+
+    def asked(loads: list[InstanceLoad], now: float) -> bool:
+        policy.wishes = [wish]
+        world.manager.balancing.moves(batch, loads, now)
+        return policy.wishes == []
+
+    with_own = [*loads, InstanceLoad("own", 1, 8, reserved=True)]
+    assert asked(with_own, now)
+    assert not asked(with_own, now + 0.1)
+    assert asked(loads, now + 0.2)
+    assert not asked(loads, now + 0.3)
+
+
 def test_reports_cover_the_time_between_heartbeats_in_which_an_instance_worked() -> None:
     world, policy, (one, _) = restless_world(2)
     for tokens, prefilled, running in ((0, 0, 0), (10, 30, 2), (50, 40, 4), (90, 40, 0)):

@@ -183,6 +183,37 @@ def test_an_instance_that_comes_when_all_is_given_out_is_given_some_of_it_while_
     assert policy.moves(0, loads, {**held, "new": rows(200, 1)}.__getitem__) == []
 
 
+def test_when_a_window_has_ended_running_samples_wait_that_come_later_than_there_is_room_for() -> None:
+    policy = learned(0)
+    policy.follow(Plan(Limits(1.0, 0.25), Limits(), 10.0))
+    early, late = (
+        [PlacedSample(10 * prompt + k, tokens, 64 + tokens, True, 0, prompt) for k in range(4)]
+        for prompt, tokens in ((0, 900), (1, 50))
+    )
+    held = {"i0": early, "i1": late, "own": []}
+    i0, i1 = InstanceLoad("i0", 4, 8), InstanceLoad("i1", 4, 8)
+    own = InstanceLoad("own", 4, 8, reserved=True)
+    assert policy.assign(Queue(0, samples_per_prompt=4, elapsed_s=9.0), [i0, i1, own]) == []
+    assert policy.moves(0, [i0, i1, own], held.__getitem__) == []
+    # Two places each are left; the four of another prompt's are handed over.
+    assert policy.order([500] * 4, [2] * 4) == [0, 1, 2, 3]
+    assert policy.assign(Queue(0, samples_per_prompt=4, moved=4, elapsed_s=10.0), [i0, i1]) == []
+    moves = policy.moves(4, [i0, i1], held.__getitem__)
+    assert [(move.source, move.lease, move.target) for move in moves] == [("i1", 10 + k, "") for k in range(4)]
+    assert policy.moves(8, [i0, i1], held.__getitem__) == [], "once"
+
+
+def test_when_a_window_has_ended_and_there_is_room_for_all_nobody_waits() -> None:
+    policy = learned(0)
+    policy.follow(Plan(Limits(), Limits(), 10.0))
+    held = {"i0": [PlacedSample(k, 50, 114, True, 0, 1) for k in range(4)]}
+    loads = [InstanceLoad("i0", 4, 8), InstanceLoad("own", 4, 8, reserved=True)]
+    policy.assign(Queue(0, samples_per_prompt=4, elapsed_s=9.0), loads)
+    policy.order([500] * 4, [2] * 4)
+    policy.assign(Queue(0, samples_per_prompt=4, moved=4, elapsed_s=10.0), loads[:1])
+    assert policy.moves(4, loads[:1], held.__getitem__) == []
+
+
 def test_a_new_instance_s_memory_is_taken_to_be_like_its_own_kind_s() -> None:
     policy = learned()
     own, spot = InstanceLoad("own", 1, 32, reserved=True), InstanceLoad("spot", 1, 32)

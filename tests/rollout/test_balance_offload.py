@@ -131,6 +131,18 @@ def test_what_is_handed_over_goes_out_by_what_is_expected_and_not_by_what_will_c
         assert plan.step_s == pytest.approx(1e3 + 0.01 * (sum(first) + sum(second) - 80), rel=2e-3)
 
 
+def test_at_a_window_s_end_all_have_their_turn_anew_and_who_comes_later_waits() -> None:
+    """A remote engine holds a prompt of which nothing has ended, and is handed the rest of one that has begun to."""
+    groups, engine = [[1000, 1000], [20, 100]], Engine(Speed(0.01, 0.0, 0.0), 2)
+    training = Training(0.01, 1, 0.0, 0.0)
+    plan = replay(groups, 0, [engine], [engine], training, (Limits(1.0, 0.5), Limits()), 0.5)
+    assert plan.finished == 0.25
+    # One place: 50 tokens of the second prompt's, then 950 of each of the first one's. The trainer waits until 1 s, has
+    # the second prompt until 2.2 s, and waits on.
+    assert plan.trainer_wait_s == pytest.approx(0.5 + (20.0 - 2.2), rel=1e-3)
+    assert plan.step_s == pytest.approx(20.0 + 20.0, rel=1e-3)
+
+
 def test_a_trainer_that_waited_more_than_planned_lengthens_the_window_of_that_size_alone() -> None:
     offload = Offload()
     for remote in (2, 3, 8):

@@ -1,11 +1,13 @@
 """The policy that runs by default: queues level by speed, and work that moves when that shortens the step.
 
-Three decisions on top of the shortest queue:
+Four decisions on top of the shortest queue:
 
 - An instance's share follows its learned speed, so that unequal machines end together, and its room follows the context
   that it was seen to hold when its memory was full, which it often is before `max_running` is.
 - Nothing waits at the manager, and an instance has a free place while another has samples waiting: those move. They
   have cost nothing yet.
+- The reserved instances have handed over what they had: running samples of prompts with more expected to come than of
+  all that there is room for wait, and what was handed over goes on in their place.
 - Nothing waits anywhere, and one instance would finish much later than another: running samples move, those with the
   longest expected remainder first, if the later of the two then ends earlier by more than a margin and by more than the
   time between two reports, the prefill of what is moved counted at its learned price. A sample is moved by choice at
@@ -23,7 +25,7 @@ from dataclasses import dataclass, field
 
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report, ShortestQueue
 from penstock.rollout.curves import AnswerLengths, Speed, StepCurve, drain_s
-from penstock.rollout.plan import Engine, Plan, limited
+from penstock.rollout.plan import Engine, Plan, first_ones, limited
 
 __all__ = ["Balanced"]
 
@@ -61,6 +63,10 @@ class Balanced(ShortestQueue):
     """Covered by a report lately: what would be gained within one was not measured."""
     _shares: tuple[float, float] | None = None
     """Of remote and of reserved instances' places, at the last question; None: the plan is for none."""
+    _waits: list[float] = field(default_factory=list)
+    """What is left of the prompt of each sample that waits, as when they were put in order."""
+    _windows: bool = False
+    """Reserved instances generate, or did until just now."""
     _per_prompt: int = 1
     _weights: dict[str, float] = field(default_factory=dict)
     """Worked out since the last report of each."""
@@ -91,6 +97,7 @@ class Balanced(ShortestQueue):
     def batch_ended(self) -> None:
         self.lengths.refresh()
         self._weights.clear()
+        self._windows, self._waits = False, []
 
     def gone(self, instance: str) -> None:
         self.curves.pop(instance, None)
@@ -138,6 +145,7 @@ class Balanced(ShortestQueue):
         self._per_prompt, self._elapsed_s = queue.samples_per_prompt, queue.elapsed_s
         for load in loads:
             self._note(load)
+            self._windows |= load.reserved
         self._shares = None
         if self.plan is not None and queue.elapsed_s is not None:
             at = queue.elapsed_s, self.plan.window_s
@@ -173,6 +181,7 @@ class Balanced(ShortestQueue):
         if not self.lengths.known:
             return super().order(output_tokens, prompts)
         left = self._left_of_prompts(zip(prompts, output_tokens, strict=True))
+        self._waits = [left[prompt] for prompt in prompts]
         return sorted(range(len(prompts)), key=lambda k: left[prompts[k]])
 
     # ---- moves
@@ -180,6 +189,10 @@ class Balanced(ShortestQueue):
     def moves(
         self, waiting: int, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
     ) -> list[Move]:
+        ended = self._windows and not any(load.reserved for load in loads)
+        self._windows &= not ended
+        if ended and waiting:
+            return self._later_ones(loads, placed)
         if waiting or len(loads) < 2:
             return []
         planned = self.plan is not None and self._elapsed_s is not None
@@ -188,6 +201,17 @@ class Balanced(ShortestQueue):
             return []
         found = self._move_pending(loads, placed)
         return found or self._move_running(loads, placed)
+
+    def _later_ones(self, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]) -> list[Move]:
+        """The reserved instances have handed over: all that goes on has its turn anew, and what comes later than all
+        there is room for waits. What it has costs a prefill, and those before it are whole sooner."""
+        if self._shares is None or not self._waits:
+            return []
+        rows = [(load.instance, sample) for load in loads for sample in placed(load.instance)]
+        left = self._left_of_prompts((sample.prompt, sample.output_tokens) for _, sample in rows)
+        room = sum(self.room(load) for load in loads)
+        stay = first_ones([*self._waits, *(left[sample.prompt] for _, sample in rows)], room)
+        return [Move(name, sample.lease, "") for name, sample in rows if left[sample.prompt] > stay]
 
     def _left_of_prompts(self, rows: Iterable[tuple[int, int]]) -> dict[int, float]:
         """Expected tokens still to come, by prompt, from some of its unfinished samples: (prompt, tokens so far)."""

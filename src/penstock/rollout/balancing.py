@@ -46,6 +46,8 @@ class Balancing:
         self._moves_in = ""
         """The batch that they were counted in; one at a time is moved about."""
         self._moved_at = float("-inf")
+        self._windows = False
+        """Reserved instances generated when moves were asked for last."""
 
     # ---- told
 
@@ -146,8 +148,10 @@ class Balancing:
         return max(beyond, min(samples, beat.frame.waiting))
 
     def moves(self, batch: Batch, loads: Sequence[InstanceLoad], now: float) -> list[Move]:
-        """Samples of a batch that are better off elsewhere; asked at most every `MOVES_S`."""
-        if now - self._moved_at < MOVES_S or not loads:
+        """Samples of a batch that are better off elsewhere; asked at most every `MOVES_S`, and at a window's end."""
+        windows = any(load.reserved for load in loads)
+        ended, self._windows = self._windows and not windows, windows
+        if not loads or (now - self._moved_at < MOVES_S and not ended):
             return []
         self._moved_at = now
         if batch.name != self._moves_in:

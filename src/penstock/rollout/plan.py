@@ -19,12 +19,23 @@ import math
 import random
 import statistics
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Container, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.rollout.curves import Speed
 
-__all__ = ["ONE_BY_ONE", "Engine", "Limits", "Plan", "Training", "best_plan", "limited", "replay", "search"]
+__all__ = [
+    "ONE_BY_ONE",
+    "Engine",
+    "Limits",
+    "Plan",
+    "Training",
+    "best_plan",
+    "first_ones",
+    "limited",
+    "replay",
+    "search",
+]
 
 WIDTHS = (0.06, 0.09, 0.13, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0)
 """Shares of an engine's places that reserved engines alone look at; the optimum is flat."""
@@ -92,8 +103,9 @@ class Limits:
     """How many samples an engine may hold to be given one more, as a share of its places: `begin` when the step does,
     then step by step to `end` at the window's, by equal factors in equal times, and so it stays.
 
-    Nobody is taken off where more are held: an engine narrows as its samples end. Prompts let in first run in a batch
-    that grows ever faster, and are whole when the trainer wants them.
+    Within the window nobody is taken off where more are held: an engine narrows as its samples end. When it ends, a
+    remote engine keeps what is among the first ones that all have room for, and the others wait with what came from the
+    reserved ones (`first_ones`): few prompts that are nearly whole run fast, and are what the trainer wants.
     """
 
     begin: float = 1.0
@@ -177,7 +189,11 @@ class _Running:
         """Whether it would be given one that waits."""
         if len(self.pending) >= WAITING:
             return False
-        return self.held < self.limits.samples(self.engine.places, self.at_s, self.window_s)
+        return self.held < self.limit()
+
+    def limit(self) -> int:
+        """Samples that it may hold now."""
+        return self.limits.samples(self.engine.places, self.at_s, self.window_s)
 
     def give(self, left: float, group: int, full: float) -> None:
         """`full`: context at its end."""
@@ -213,6 +229,13 @@ class _Running:
     def rows(self) -> list[tuple[float, int, float]]:
         """What it holds, as (tokens left, group, prompt and full length)."""
         return [(max(0.0, end - self.steps), group, full) for end, group, full, _ in self.ends] + list(self.pending)
+
+    def keep(self, groups: Container[int]) -> None:
+        """Has nothing but these groups' any more."""
+        self.ends = [end for end in self.ends if end[1] in groups]
+        heapq.heapify(self.ends)
+        self.pending = deque(row for row in self.pending if row[1] in groups)
+        self.context = sum(full - max(0.0, end - self.steps) for end, _, full, _ in self.ends)
 
 
 def replay(
@@ -270,7 +293,7 @@ def replay(
             finished = 1 - sum(missing) / samples
             for engine in engines:
                 engine.advance(window_s)
-            moved.extend(_least_left_first(groups, prompt_tokens, engines))
+            moved.extend(_handed_over(groups, prompt_tokens, engines))
             engines = [engine for engine in engines if engine.remote]
             events.clear()
             while moved and any(engine.takes() for engine in engines):
@@ -419,11 +442,15 @@ def _loss_s(plan: Plan) -> float:
     return plan.step_s + IDLE_COUNTS * plan.remote_wait_s
 
 
-def _least_left_first(
+def _handed_over(
     groups: Sequence[Sequence[int]], prompt_tokens: float, engines: Sequence[_Running]
 ) -> list[tuple[float, int, float]]:
-    """What the reserved engines hold, in the order in which it will go out: by what is expected to come of a prompt's
-    unfinished answers, which is all that is known of them when it has to be decided."""
+    """What waits when the window ends, in the order in which it will go out: what the reserved engines hold, and what
+    the remote ones do that comes later than all they have room for.
+
+    The order is that of what is expected to come of a prompt's unfinished answers, which is all that is known of them
+    when it has to be decided.
+    """
     lengths = sorted(length for row in groups for length in row)
     table, above, total = [], 0, sum(lengths)
     for tokens in range(0, lengths[-1] + BUCKET, BUCKET):
@@ -433,12 +460,23 @@ def _least_left_first(
         count = len(lengths) - above
         table.append(total / count - tokens if count else 1.0)
     left: dict[int, float] = {}
+    rows = [(engine.remote, row) for engine in engines for row in engine.rows()]
+    for _, (rest, group, full) in rows:
+        so_far = min(len(table) - 1, int((full - prompt_tokens - rest) / BUCKET))
+        left[group] = left.get(group, 0.0) + table[max(0, so_far)]
+    room = sum(engine.limit() for engine in engines if engine.remote)
+    stay = first_ones([left[row[1]] for _, row in rows], room)
     for engine in engines:
-        for rest, group, full in engine.rows():
-            so_far = min(len(table) - 1, int((full - prompt_tokens - rest) / BUCKET))
-            left[group] = left.get(group, 0.0) + table[max(0, so_far)]
-    rows = [row for engine in engines if not engine.remote for row in engine.rows()]
-    return sorted(rows, key=lambda row: left[row[1]])
+        if engine.remote:
+            engine.keep({group for group in left if left[group] <= stay})
+    waiting = [row for remote, row in rows if not remote or left[row[1]] > stay]
+    return sorted(waiting, key=lambda row: left[row[1]])
+
+
+def first_ones(left: Sequence[float], room: int) -> float:
+    """Up to how much of a prompt may be left for its samples to be among the first ones, for which there is room.
+    `left`: of the prompt of each sample. `room`: at least 1."""
+    return math.inf if room >= len(left) else sorted(left)[room - 1]
 
 
 def _trained(

@@ -12,6 +12,7 @@ The step ends with the optimizer, once everything is trained on.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -161,6 +162,7 @@ class World:
         switch_s = 0.0 if first else self.profile.training.switch_s
         if self.window_open:
             step.window_s += self.clock.now - max(step.began_s, self._opened_at)
+            self._moved_at = -math.inf
         self.window_open = False
         for machine in self.reserved:
             self._advance(machine)
