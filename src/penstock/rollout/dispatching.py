@@ -104,6 +104,8 @@ class Dispatching:
             cause = "they end sooner elsewhere" if elsewhere else "they wait, so that others end sooner"
             self.note_moved(source, len(samples), tokens, cause)
         self._start(given)
+        if not all(elsewhere for _, elsewhere in taken):
+            self.give()
 
     def note_moved(self, instance: str, samples: int, tokens: int, cause: str) -> None:
         """Samples of an instance wait again, or are elsewhere."""
