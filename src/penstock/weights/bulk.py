@@ -209,10 +209,9 @@ def _blocking(sock: socket.socket) -> Iterator[None]:
 
 
 def after(parts: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of `parts` behind their first `nbytes`."""
-    left = []
-    for part in parts:
+    """What is left of `parts` behind their first `nbytes`; the first that is left has bytes."""
+    for number, part in enumerate(parts):
         if len(part) > nbytes:
-            left.append(part[nbytes:])
-        nbytes = max(0, nbytes - len(part))
-    return left
+            return [part[nbytes:], *parts[number + 1 :]]
+        nbytes -= len(part)
+    return []

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from functools import partial
+from threading import Lock
 from typing import Protocol
 
 from penstock.errors import WeightError
@@ -16,7 +16,6 @@ from penstock.weights.encodings import codec_of, decode_chunk
 from penstock.weights.manifest import Made, Manifest, completed
 from penstock.weights.partial import Partial
 from penstock.weights.plan import (
-    Bytes,
     ChunkQueue,
     check_chunk,
     chunk_dtypes,
@@ -94,6 +93,8 @@ class Fetch:
         self._ready: deque[tuple[int, memoryview]] = deque()
         """Verified, and to be decoded."""
         self._ready_bytes = 0
+        self._ready_lock = Lock()
+        self._room = asyncio.Event()
         self._share = max(manifest.nbytes // SHARES, 1)
         self._decode_s = 0.0
         self._failed = False
@@ -188,7 +189,9 @@ class Fetch:
                 await connection.broke(WeightError(f"chunk {wrong[0]} from a relay came with a wrong checksum"))
             self._changed.set()
             while self._ready_bytes > READY_BYTES and not self._failed:
-                await asyncio.wait(self._decoding, return_when=asyncio.FIRST_COMPLETED)
+                self._room.clear()
+                if self._ready_bytes > READY_BYTES and not self._failed:
+                    await self._room.wait()
 
     async def _came(self, index: int, data: memoryview) -> bool:
         """Whether the chunk that came is as it should be."""
@@ -296,8 +299,9 @@ class Fetch:
         if self._relay is not None:
             self._relay.put(self._encoding, index, data.toreadonly())
         if self._coder is not None:
-            self._ready.append((index, data))
-            self._ready_bytes += len(data)
+            with self._ready_lock:
+                self._ready.append((index, data))
+                self._ready_bytes += len(data)
             self._decode_more()
         elif self._sums is not None and not self._sums.has(index):
             checking = asyncio.get_running_loop().run_in_executor(self._threads, self._sums.came, index)
@@ -305,28 +309,36 @@ class Fetch:
             checking.add_done_callback(_heard)
 
     def _decode_more(self) -> None:
-        """One thread a core, each on its share of what is ready: a small chunk takes longer to hand over than to
+        """A thread a core, each for as long as there is something: a small chunk takes longer to hand over than to
         decode."""
-        cores = self._rates.cores
-        while self._ready and len(self._decoding) < cores and not self._failed:
-            work = [self._ready.popleft() for _ in range(-(-len(self._ready) // cores))]
-            self._ready_bytes -= sum(len(data) for _, data in work)
-            decoding = asyncio.get_running_loop().run_in_executor(self._threads, self._decode, work)
+        loop = asyncio.get_running_loop()
+        if self._ready and len(self._decoding) < self._rates.cores and not self._failed:
+            decoding = loop.run_in_executor(self._threads, self._decode, loop)
             self._decoding.add(decoding)
-            decoding.add_done_callback(partial(self._decoded, work))
+            decoding.add_done_callback(self._decoded)
 
-    def _decode(self, work: Sequence[tuple[int, Bytes]]) -> float:
-        """Returns the seconds that it took."""
+    def _decode(self, loop: asyncio.AbstractEventLoop) -> float:
+        """On a thread: what is ready, chunk by chunk. Returns the seconds that it took."""
         began = time.perf_counter()
         coder = self._coder
-        if coder is not None:
-            for index, data in work:
-                decode_chunk(coder, self._dtypes[index], self._manifest.chunks[index], data, self._base, self._staging)
-                if self._sums is not None:
-                    self._sums.came(index)
+        while coder is not None and (work := self._next_ready(loop)) is not None:
+            index, data = work
+            decode_chunk(coder, self._dtypes[index], self._manifest.chunks[index], data, self._base, self._staging)
+            if self._sums is not None:
+                self._sums.came(index)
         return time.perf_counter() - began
 
-    def _decoded(self, work: Sequence[tuple[int, Bytes]], decoding: asyncio.Future[float]) -> None:
+    def _next_ready(self, loop: asyncio.AbstractEventLoop) -> tuple[int, memoryview] | None:
+        with self._ready_lock:
+            if not self._ready or self._failed:
+                return None
+            index, data = self._ready.popleft()
+            was, self._ready_bytes = self._ready_bytes, self._ready_bytes - len(data)
+        if self._ready_bytes <= READY_BYTES < was:
+            loop.call_soon_threadsafe(self._room.set)
+        return index, data
+
+    def _decoded(self, decoding: asyncio.Future[float]) -> None:
         if decoding.cancelled():
             return
         if decoding.exception() is None:
@@ -336,6 +348,7 @@ class Fetch:
         else:
             # Left where `finish` finds it.
             self._failed = True
+            self._room.set()
 
 
 def _heard(checking: asyncio.Future[None]) -> None:

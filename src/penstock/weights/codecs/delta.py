@@ -52,10 +52,10 @@ class DeltaCodec:
         indices, folded = decode_changes(data, len(values), kind.itemsize)
         steps = unfold(folded, kind)
         each = BLOCK_BYTES // kind.itemsize
+        starts = range(0, len(values), each)
         begin = 0
-        for start in range(0, len(values), each):
-            end = begin + int(np.searchsorted(indices[begin:], start + each))
-            np.copyto(values[start : start + each], before[start : start + each])
+        for start, end in zip(starts, np.searchsorted(indices, np.add(starts, each)).tolist()):
+            values[start : start + each] = before[start : start + each]
             values[indices[begin:end]] += steps[begin:end]
             begin = end
 
@@ -166,27 +166,32 @@ def decode_changes(data: Bytes, elements: int, width: int) -> tuple[Indices, npt
     columns.end()
     indices = _indices(tokens, low, low_bits, count, elements)
     sizes = narrow.astype(unsigned)
-    at = np.flatnonzero(narrow == ESCAPE)
+    at = places_of(narrow == ESCAPE)
     if len(at) * width != len(wide):
         raise WeightError(f"a delta chunk has {len(wide)} bytes of wide steps, and {len(at)} steps that are wide")
     sizes[at] = wide.view(unsigned)
-    return indices, (sizes << unsigned.type(1)) + unsigned.type(2) - signs
+    sizes <<= unsigned.type(1)
+    sizes += unsigned.type(2)
+    sizes -= signs
+    return indices, sizes
 
 
 def _indices(
     tokens: npt.NDArray[np.uint8], low: npt.NDArray[np.uint8] | None, low_bits: int, count: int, elements: int
 ) -> Indices:
-    ends = np.flatnonzero(tokens != ESCAPE)
-    if len(ends) != count or (count and ends[-1] != len(tokens) - 1):
+    escapes = places_of(tokens == ESCAPE)
+    if len(tokens) - len(escapes) != count or (len(escapes) and escapes[-1] == len(tokens) - 1):
         raise WeightError("a delta chunk's gaps are not those of its changes")
-    if low is None:
-        # Within an element of each other, so one sum over all tokens does it.
-        high = np.cumsum(tokens, dtype=np.int64)[ends]
-        indices = high + np.arange(count)
-    else:
-        sums = np.cumsum(tokens, dtype=np.int64)[ends]
-        high = np.diff(sums, prepend=0)
-        indices = np.cumsum((high << low_bits) + low + 1) - 1
+    # Sums of gaps are sums of their parts.
+    indices = np.cumsum(tokens, dtype=np.int64)
+    if len(escapes):
+        ends = np.ones(len(tokens), bool)
+        ends[escapes] = False
+        indices = indices[ends]
+    if low is not None:
+        indices <<= low_bits
+        indices += np.cumsum(low, dtype=np.int64)
+    indices += np.arange(count)
     if count and indices[-1] >= elements:
         raise WeightError(f"a delta chunk changes element {int(indices[-1])} of {elements}")
     return indices
