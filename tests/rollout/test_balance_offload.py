@@ -196,7 +196,7 @@ def test_a_step_goes_on_with_its_limits_unless_it_has_just_begun_or_either_side_
     policy = Offload()
     alone, three = policy.plan(facts(0)), policy.plan(facts(3))
     assert policy.keeps(three, 0.5 * three.step_s, 4)
-    assert not policy.keeps(three, 0.01 * three.step_s, 4), "nothing that matters was given out yet"
+    assert not policy.keeps(three, 0.0, 4), "nothing was given out yet"
     assert not policy.keeps(three, 0.5 * three.step_s, 0)
     assert not policy.keeps(alone, 0.5 * alone.step_s, 1), "limits for engines that are alone"
     assert not policy.keeps(ONE_BY_ONE, 1.0, 3), "until there is a plan"

@@ -49,9 +49,6 @@ it, since the trainer's machines then wait for the few: up to all engines over t
 DAMPING = 2.0
 """Without a plan the window grows by the difference of the two waits over this: eta in RLBoost's Algorithm 1. A second
 more on one side is about a second less on the other, so that half the difference settles it."""
-EARLY = 0.05
-"""Of a step: up to then another number of instances brings other limits. Later the engines are full of what the first
-ones let in, and a plan that begins otherwise does not fit them."""
 MOST_REPLAYED = 1024
 """Samples in one replay: a plan takes some seventy of them, each some microseconds a sample, and while one of them runs
 the manager does nothing else."""
@@ -195,11 +192,12 @@ class Offload:
 
     def keeps(self, followed: Plan | None, elapsed_s: float, fleet: int) -> bool:
         """Whether a step that follows a plan goes on with its limits although so many instances are there now: then
-        the window alone is another one."""
+        the window alone is another one. Engines are full of what these limits let in, and a plan that begins with
+        others does not fit them."""
         if followed is None or fleet == 0 or followed is self.plans.get(0):
             # Engines that are alone have limits for a step without a window.
             return False
-        return 0 < EARLY * followed.step_s < elapsed_s
+        return elapsed_s > 0 < followed.step_s
 
     def length_s(self, fleet: int) -> float | None:
         """The window of a fleet size; None where there is none: to the end of the step, or not known yet."""
