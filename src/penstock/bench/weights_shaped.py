@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.bench.common import Result, at_least, at_most, skipped
 from penstock.bench.weights_eight import eight_and_one
+from penstock.bench.weights_encoding import beside_its_encoding
 from penstock.bench.weights_link import (
     CHUNK_BYTES,
     ROUND_TRIP_S,
@@ -52,7 +53,9 @@ def over_shaped_links(before: bytes, after: bytes, size: int) -> list[Result]:
             except PenstockError as error:
                 return [skipped("weights over a shaped link", "x", f"no shaped link here: {error}")]
             if bounds:
-                results += asyncio.run(_sooner(folder, link.namespace, before, after))
+                pair = files_of(folder, "pair", before, after)
+                sooner, raw_s = asyncio.run(_sooner(link.namespace, pair, len(after)))
+                results += sooner + beside_its_encoding(link, rate_mbit_s, pair, raw_s)
                 results += asyncio.run(_pause(folder, link.namespace))
             # On the slower link a quarter of the bytes take as long, and the processor has time.
             part = size if bounds else size // 4
@@ -60,10 +63,10 @@ def over_shaped_links(before: bytes, after: bytes, size: int) -> list[Result]:
     return results
 
 
-async def _sooner(folder: Path, namespace: str, before: bytes, after: bytes) -> list[Result]:
-    """An agent's loader, links and memory kept from version to version, as it goes on in a run."""
-    size = len(after)
-    store = StoreProcess(files_of(folder, "pair", before, after), CHUNK_BYTES, namespace, THERE)
+async def _sooner(namespace: str, pair: list[Path], size: int) -> tuple[list[Result], float]:
+    """An agent's loader, links and memory kept from version to version, as it goes on in a run. Also the seconds that
+    the version takes raw."""
+    store = StoreProcess(pair, CHUNK_BYTES, namespace, THERE)
     proxy = DelayProxy(store.address, ROUND_TRIP_S / 2)
     whole, differences = (WeightLoader(TOKEN, codec=codec, connections=4) for codec in ("raw", "delta"))
     try:
@@ -87,7 +90,7 @@ async def _sooner(folder: Path, namespace: str, before: bytes, after: bytes) -> 
     return [
         at_least("delta of the real pair, sooner than raw", raw_s / one_s, 50, "x", note),
         Result("the same with the encoding", raw_s / first_s, "x"),
-    ]
+    ], raw_s
 
 
 async def _timed(loader: WeightLoader, address: str, version: int) -> float:

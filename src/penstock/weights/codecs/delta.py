@@ -141,12 +141,13 @@ def packed_changes(
 
 def gap_tokens(high: Indices) -> npt.NDArray[np.uint8]:
     """The high parts of gaps as bytes: 255 for so much and the rest to come."""
-    if not len(high) or high.max() < ESCAPE:
-        return high.astype(np.uint8)
-    escapes = high // ESCAPE
-    tokens = np.full(len(high) + int(escapes.sum()), ESCAPE, np.uint8)
-    tokens[np.cumsum(escapes + 1) - 1] = high % ESCAPE
-    return tokens
+    tokens = high.astype(np.uint8)
+    # Few are long: only those are divided.
+    long = np.flatnonzero(high >= ESCAPE)
+    if not len(long):
+        return tokens
+    tokens[long] = high[long] % ESCAPE
+    return np.insert(tokens, np.repeat(long, high[long] // ESCAPE), ESCAPE)
 
 
 def decode_changes(data: Bytes, elements: int, width: int) -> tuple[Indices, npt.NDArray[np.unsignedinteger]]:
