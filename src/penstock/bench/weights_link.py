@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import shutil
 import subprocess
 import sys
@@ -60,12 +61,15 @@ def serve_files() -> None:
             tensors = [(t.name, t.dtype, t.shape, staged.tensors[t.name]) for t in staged.manifest.tensors]
             store.publish(version, tensors, staged.manifest.config_json)
         else:
-            store.publish(version, tensors_of(path.read_bytes()), "{}")
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                tensors = tensors_of(data)
+                store.publish(version, tensors, "{}")
+                del tensors
     print(store.start(), flush=True)
     sys.stdin.read()
 
 
-def tensors_of(data: bytes) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
+def tensors_of(data: bytes | mmap.mmap) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
     """`data` as tensors of 8 MiB, as a model's layers would have."""
     view, size = memoryview(data), 8 << 20
     parts = [view[at : at + size] for at in range(0, len(view), size)]
