@@ -78,7 +78,7 @@ def test_nothing_is_prefilled_twice_where_the_width_leaves_room_to_grow() -> Non
     """With memory for 16 whole answers, 16 at a time never overflow it; 64 do, and pay for that in prefill alone."""
     groups = [[500] * 8 for _ in range(16)]
     dear = Speed(0.0, 1e-4, 0.0, 1e-3)
-    engine = Engine(dear, 64, 0.0, 16 * 550 + 16 * 256)
+    engine = Engine(dear, 64, 0.0, 16 * 550 + 16 * 256, 256)
     few = Limits(0.25, 0.25), Limits()
     narrow, wide = (replay(groups, 50, [engine], [], Training(0.0, 16), both, 0.0).step_s for both in (few, WIDE))
     assert narrow < wide
@@ -111,3 +111,43 @@ def test_about_its_planned_end_a_window_follows_what_is_finished() -> None:
     assert not policy.review(WindowView(95.0, 2, 0.6)).generate
     assert policy.review(WindowView(70.0, 2, 1.0)).generate
     assert not policy.review(WindowView(130.0, 2, 0.0)).generate
+
+
+def test_what_an_engine_keeps_free_for_growth_is_learned_from_when_it_lets_nobody_in() -> None:
+    policy = Balanced(8)
+    load, other = InstanceLoad("a", 0, 256), InstanceLoad("b", 0, 256)
+
+    def planned() -> float:
+        engine = policy.engine(load, 0.0)
+        assert engine is not None
+        return engine.reserve
+
+    for k in range(20):
+        policy.report(report("a", 10 + k, 1000.0 * (10 + k)))
+    assert planned() == 0, "nobody has waited yet"
+    # It is full at 74,240 tokens with 100 sequences, and holds 100,000 when these have grown.
+    for context, running in ((74_240, 100), (90_000, 100), (100_000, 99)):
+        policy.report(report("a", running, context, pending=10))
+    policy.finished(0, 500)
+    policy.batch_ended()
+    assert planned() == pytest.approx((100_000 - 74_240) / 101)
+    assert policy.engine(other, 0.0) == policy.engine(load, 0.0), "a new one is like those that are known"
+    # Batches in which nobody waits say nothing; one that fills its memory to the brim keeps nothing free.
+    policy.finished(0, 500)
+    policy.batch_ended()
+    assert planned() == pytest.approx((100_000 - 74_240) / 101)
+    policy.report(report("a", 120, 100_000, pending=10))
+    policy.finished(0, 500)
+    policy.batch_ended()
+    assert planned() == 0
+
+
+def test_a_replay_keeps_free_what_the_engine_does() -> None:
+    """Memory for four whole answers, and tokens kept free for each: two or four at a time."""
+    groups = [[300] * 8 for _ in range(4)]
+
+    def step_s(reserve: float) -> float:
+        engine = Engine(Speed(0.01, 0.0, 0.0, 0.0), 64, 0.0, 4 * 350.0, reserve)
+        return replay(groups, 50, [engine], [], Training(0.0, 8), WIDE, 0.0).step_s
+
+    assert step_s(600.0) > 1.5 * step_s(300.0)

@@ -51,6 +51,10 @@ class Balanced(ShortestQueue):
     curves: dict[str, StepCurve] = field(default_factory=dict)
     _memory: dict[str, float] = field(default_factory=dict)
     """Tokens of context that an instance held at most while samples waited at it."""
+    _emptiest: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Least context, and what ran then, of those of the open batch's reports in which samples waited at an instance."""
+    _reserves: dict[str, float] = field(default_factory=dict)
+    """Tokens that an instance keeps free for each sequence, as it showed when it let nobody in."""
     _reserved: dict[str, bool] = field(default_factory=dict)
     """Whether it is the trainer's own: one kind has another memory than the other."""
     _smallest: dict[bool | None, float] = field(default_factory=dict)
@@ -87,6 +91,9 @@ class Balanced(ShortestQueue):
             # What it holds without anybody waiting fits, too.
             self._memory[report.instance] = max(self._memory.get(report.instance, 0.0), report.context_tokens)
             self._smallest.clear()
+        if report.pending:
+            seen = report.context_tokens, report.running
+            self._emptiest[report.instance] = min(seen, self._emptiest.get(report.instance, seen))
         if report.running > 0:
             context = report.context_tokens / report.running
             self._context += (context - self._context) * (LATELY if self._context else 1.0)
@@ -98,10 +105,14 @@ class Balanced(ShortestQueue):
         self.lengths.refresh()
         self._weights.clear()
         self._windows, self._waits = False, []
+        for instance, (context, running) in self._emptiest.items():
+            # So much was free, and one more was not let in.
+            self._reserves[instance] = max(0.0, self._memory[instance] - context) / (running + 1)
+        self._emptiest.clear()
 
     def gone(self, instance: str) -> None:
         self.curves.pop(instance, None)
-        for known in (self._memory, self._weights, self._reserved):
+        for known in (self._memory, self._weights, self._reserved, self._reserves, self._emptiest):
             known.pop(instance, None)
         self._smallest.clear()
 
@@ -128,6 +139,16 @@ class Balanced(ShortestQueue):
             smallest = self._smallest[kind] = min(alike, default=math.inf)
         return smallest
 
+    def reserve(self, instance: str) -> float:
+        """Tokens that an instance keeps free for each sequence when it lets another in: nothing in vLLM, a share
+        of what it may still draw in SGLang. At least so much, as it showed; a new one is like its kind's mean."""
+        known = self._reserves.get(instance)
+        if known is not None:
+            return known
+        kind = self._reserved.get(instance)
+        alike = [kept for name, kept in self._reserves.items() if self._reserved.get(name) == kind]
+        return sum(alike) / len(alike) if alike else 0.0
+
     def places(self, load: InstanceLoad) -> int:
         """Sequences that an instance runs at once, with as much context as they have on average."""
         memory = self.memory(load.instance)
@@ -139,7 +160,10 @@ class Balanced(ShortestQueue):
         """An instance for a plan; None while its speed is not known."""
         self._note(load)
         speed = self.speed(load.instance)
-        return None if speed is None else Engine(speed, load.max_running, starts_s, self.memory(load.instance))
+        if speed is None:
+            return None
+        memory, reserve = self.memory(load.instance), self.reserve(load.instance)
+        return Engine(speed, load.max_running, starts_s, memory, reserve)
 
     def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
         self._per_prompt, self._elapsed_s = queue.samples_per_prompt, queue.elapsed_s

@@ -291,7 +291,7 @@ def thinned(facts: Facts, most: int = MOST_REPLAYED) -> Facts:
     def scaled(engine: Engine) -> Engine:
         speed = engine.speed
         slower = Speed(speed.base_s, f * speed.sequence_s, f * speed.context_s, f * speed.prefill_s)
-        return Engine(slower, max(1, round(engine.places / f)), engine.starts_s, engine.memory / f)
+        return Engine(slower, max(1, round(engine.places / f)), engine.starts_s, engine.memory / f, engine.reserve)
 
     training = facts.training
     fewer = max(1, round(training.micro_batch_samples / f))

@@ -51,8 +51,6 @@ FINE_STEPS = (1.4, 0.7)
 """The same about a plan of the step before."""
 LEAST = 0.01
 """Lowest limit: one at a time."""
-GROWTH = 256
-"""Tokens that an engine keeps free for each running sequence when it lets another in, about as SGLang and vLLM do."""
 SLIVER = 1e-3
 """Of a decode step, past the moment at which memory is full."""
 WAITING = 8
@@ -83,6 +81,8 @@ class Engine:
     """When it may begin."""
     memory: float = math.inf
     """Tokens of context that fit at once; when more are there, the last one in is put back and prefilled again."""
+    reserve: float = 0.0
+    """Tokens of it that are kept free for each sequence to grow when another is let in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class _Running:
             return True
         if count >= self.engine.places:
             return False
-        return self.context + sequence[2] - sequence[0] + GROWTH * (count + 1) <= self.engine.memory
+        return self.context + sequence[2] - sequence[0] + self.engine.reserve * (count + 1) <= self.engine.memory
 
     def rows(self) -> list[tuple[float, int, float]]:
         """What it holds, as (tokens left, group, prompt and full length)."""

@@ -68,6 +68,8 @@ class Machine:
     _ends: list[tuple[float, int]] = field(default_factory=list)
     _since: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0, 0.0])
     """Since the last report: busy seconds, running and context times seconds, tokens, prefilled."""
+    _waited: bool = False
+    """Samples waited at the last report, beside free places."""
 
     def __post_init__(self) -> None:
         profile = self.profile
@@ -181,10 +183,14 @@ class Machine:
         """Work since the last one; None where there was none."""
         wall_s, running_s, context_s, tokens, prefilled = self._since
         if wall_s <= 0 or tokens < 1:
+            self._waited = False
             return None
         self._since = [0.0, 0.0, 0.0, 0.0, 0.0]
         self.tokens_per_s = tokens / wall_s
-        starved = len(self.pending) if len(self.running) < self.profile.max_running else 0
+        # As a manager sees it: samples waited beside free places, and none was let in since the report before.
+        waits = bool(self.pending) and len(self.running) < self.profile.max_running
+        starved = len(self.pending) if waits and self._waited and not prefilled else 0
+        self._waited = waits
         return Report(self.name, wall_s, running_s / wall_s, context_s / wall_s, int(tokens), int(prefilled), starved)
 
     # ---- within
