@@ -10,8 +10,8 @@ import pytest
 
 from penstock.weights import bulk
 from penstock.weights.bulk import BULK_BYTES, BulkSocket, after
+from penstock.weights.framed import FramedSocket
 from penstock.weights.protocol import LinkLost
-from penstock.weights.tcp import FramedSocket
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

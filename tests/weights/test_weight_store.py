@@ -20,8 +20,9 @@ import pytest
 from penstock.errors import AuthError, PortInUse, ProtocolMismatch, WeightError
 from penstock.weights import Manifest, StagedWeights, WeightStore, encode_manifest, pull
 from penstock.weights import protocol as words
+from penstock.weights.framed import FramedSocket
 from penstock.weights.manifest import Encoding, Made, sign_manifest
-from penstock.weights.tcp import FramedSocket, TcpTransport
+from penstock.weights.tcp import TcpTransport
 from penstock.weights.transport import Planned, WeightLink, Whole
 
 TOKEN = "the-run's-token"

@@ -19,6 +19,7 @@ from penstock.errors import WeightError
 from penstock.tls import certificate_role
 from penstock.weights.addresses import format_address
 from penstock.weights.choose import choose
+from penstock.weights.framed import IO_S, Framed, FramedSocket
 from penstock.weights.manifest import Encoding, Made
 from penstock.weights.plan import MAX_BATCH, Bytes, digest
 from penstock.weights.protocol import (
@@ -52,7 +53,6 @@ from penstock.weights.protocol import (
     prove,
     proven,
 )
-from penstock.weights.tcp import IO_S, Framed, FramedSocket
 from penstock.weights.tls_socket import TlsSocket
 
 AGENT = "agent"

@@ -1,8 +1,4 @@
-"""The edge of the weight protocol: framed messages over a plain TCP socket, and the puller's side of a connection.
-
-Uses the event loop's socket calls rather than streams: a chunk goes from the store's buffer into the kernel, and
-from the kernel into the puller's buffer, without a copy in Python. Every wait has a deadline of its own.
-"""
+"""The edge of the weight protocol, the puller's side: connections to a store, kept, chosen and asked."""
 
 from __future__ import annotations
 
@@ -14,17 +10,16 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
 from penstock.errors import WeightError
 from penstock.weights.addresses import format_address, parse_addresses
-from penstock.weights.bulk import BULK_BYTES, BulkSocket, after, nobody
+from penstock.weights.bulk import after, nobody
+from penstock.weights.framed import IO_S, Framed, FramedSocket, counted_from
 from penstock.weights.manifest import Encoding, Made
-from penstock.weights.plan import Bytes, digest
+from penstock.weights.plan import digest
 from penstock.weights.protocol import (
-    LENGTH,
     MAGIC,
     MAX_MANIFEST_BYTES,
     NONCE_BYTES,
@@ -51,7 +46,6 @@ from penstock.weights.protocol import (
     Way,
     decode_from_store,
     encode_message,
-    message_length,
     prove,
     proven,
     refusal,
@@ -59,161 +53,14 @@ from penstock.weights.protocol import (
 from penstock.weights.tls_socket import TlsSocket, relay_client_context
 from penstock.weights.transport import CONNECT_S, Fetcher, Mapper, Planned, Reader, WayClosed, WeightLink, Whole
 
-IO_S = 20.0
-"""A peer that moves no byte for so long is given up."""
-PIECE_BYTES = 64 * 1024
-"""Of what is for threads, moved on the loop at once, before the rest goes by a thread again. Less than this goes out
-together, and is read with what else is there."""
 HANDSHAKE_S = 30.0
 KEEP_S = 300.0
 """A link on which nothing was said for so long is opened anew: on the way, somebody may have forgotten it."""
 KEEP_LINKS = 16
 """To one source."""
 KEEP_SOURCES = 8
-ALIVE_IDLE_S, ALIVE_PAUSE_S, ALIVE_PROBES = 10, 5, 2
-"""The kernel asks after a peer that is silent: a half-open link that is kept is found dead before it is used."""
 
 log = logging.getLogger(__name__)
-
-
-class Framed(Protocol):
-    """What carries messages and raw bytes, plain or over TLS; any trouble is a LinkLost."""
-
-    async def send(self, *parts: Bytes) -> None: ...
-
-    async def read_into(self, into: memoryview) -> None: ...
-
-    async def read_parts(
-        self, parts: Sequence[memoryview], least: int, wait_s: float = 0.0, whole: Callable[[int], None] = nobody
-    ) -> int:
-        """Fills `parts` one after the other, until `least` bytes came or more that were there; returns how many.
-
-        The rest may be written to meanwhile, and is what has to be read next. A thread that reads tells `whole` the
-        number of each part once it is filled."""
-        ...
-
-    async def read_message(self, wait_s: float = 0.0) -> memoryview:
-        """`wait_s` is granted for the first byte, beyond the deadline for any other."""
-        ...
-
-    async def stop(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class FramedSocket:
-    """A non-blocking TCP socket that carries messages and raw bytes; any trouble is a LinkLost that names `peer`."""
-
-    def __init__(self, sock: socket.socket, peer: str, io_s: float = IO_S) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(sock)
-        self._socket = sock
-        self._bulk = BulkSocket(sock)
-        self._buffer = memoryview(bytearray(PIECE_BYTES))
-        self._ahead = self._buffer[:0]
-        """Read and not asked for yet."""
-        self._peer = peer
-        self._io_s = io_s
-        self._loop = asyncio.get_running_loop()
-
-    async def send(self, *parts: Bytes) -> None:
-        """Sends all of `parts`; the deadline is for each piece, so that a slow peer differs from a dead one."""
-        left = [memoryview(part) for part in parts]
-        try:
-            while left:
-                if sum(map(len, left)) >= BULK_BYTES:
-                    left = after(left, await self._bulk.send_some(left))
-                if len(left) > 1 and sum(map(len, left)) <= PIECE_BYTES:
-                    left = [memoryview(b"".join(left))]
-                if left:
-                    piece = _on_the_loop(left[0])
-                    async with asyncio.timeout(self._io_s):
-                        await self._loop.sock_sendall(self._socket, piece)
-                    left = after(left, len(piece))
-        except TimeoutError:
-            raise LinkLost(f"{self._peer} took no byte for {self._io_s:g} s") from None
-        except OSError as error:
-            raise LinkLost(f"the connection to {self._peer} broke: {error}") from error
-
-    async def read_into(self, into: memoryview, wait_s: float = 0.0) -> None:
-        """Fills all of `into`."""
-        await self.read_parts([into], len(into), wait_s)
-
-    async def read_parts(
-        self, parts: Sequence[memoryview], least: int, wait_s: float = 0.0, whole: Callable[[int], None] = nobody
-    ) -> int:
-        """Fills `parts` one after the other, until `least` bytes came or more that were there; returns how many.
-
-        Small reads take what else is there with them, for the next ones. Large ones go on meanwhile: the next is for
-        the rest of `parts`. `whole` hears which of them a thread has filled.
-        """
-        left, came = after(parts, 0), 0
-        try:
-            while came < least:
-                tell = partial(_counted_from, whole, len(parts) - len(left))
-                got = await self._read_some(left, least - came, wait_s, tell)
-                left, came = after(left, got), came + got
-        except TimeoutError:
-            raise LinkLost(f"{self._peer} sent no byte for {self._io_s:g} s") from None
-        except OSError as error:
-            raise LinkLost(f"the connection to {self._peer} broke: {error}") from error
-        return came
-
-    async def _read_some(
-        self, left: Sequence[memoryview], least: int, wait_s: float, whole: Callable[[int], None]
-    ) -> int:
-        """Bytes that came into `left`; 0 where they are ahead."""
-        if self._ahead:
-            found = self._ahead[: len(left[0])]
-            left[0][: len(found)] = found
-            self._ahead = self._ahead[len(found) :]
-            return len(found)
-        many = self._bulk.receives or sum(map(len, left)) >= BULK_BYTES
-        if many and (got := await self._bulk.receive_some(left, least, whole)):
-            return got
-        into = _on_the_loop(left[0])
-        small = len(into) < PIECE_BYTES
-        async with asyncio.timeout(self._io_s + wait_s):
-            got = await self._loop.sock_recv_into(self._socket, self._buffer if small else into)
-        if not got:
-            raise LinkLost(f"{self._peer} closed the connection")
-        if not small:
-            return got
-        self._ahead = self._buffer[:got]
-        return 0
-
-    async def read_message(self, wait_s: float = 0.0) -> memoryview:
-        """The bytes of the next message. Raises BadLength before reading one over the limit."""
-        header = bytearray(LENGTH.size)
-        await self.read_into(memoryview(header), wait_s)
-        body = memoryview(bytearray(message_length(header)))
-        await self.read_into(body)
-        return body
-
-    async def stop(self) -> None:
-        """Closes it, and returns once nothing more is written anywhere."""
-        await self._bulk.stop()
-
-    def close(self) -> None:
-        self._bulk.close()
-
-
-def _counted_from(whole: Callable[[int], None], first: int, number: int) -> None:
-    whole(first + number)
-
-
-def _on_the_loop(data: memoryview) -> memoryview:
-    """So much of `data` as the loop moves at once."""
-    return data if len(data) < BULK_BYTES else data[:PIECE_BYTES]
-
-
-def keep_alive(sock: socket.socket) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {"TCP_KEEPIDLE": ALIVE_IDLE_S, "TCP_KEEPINTVL": ALIVE_PAUSE_S, "TCP_KEEPCNT": ALIVE_PROBES}
-    for name, value in options.items():
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class TcpTransport:
@@ -470,7 +317,7 @@ class TcpLink:
     async def _some(self) -> int:
         """The next of the chunks that are coming, with those that are here at once."""
         before = len(self._coming)
-        whole = partial(_counted_from, self._whole, self._count - before)
+        whole = partial(counted_from, self._whole, self._count - before)
         self._coming = after(
             self._coming, await self._framed.read_parts(self._coming, len(self._coming[0]), whole=whole)
         )
