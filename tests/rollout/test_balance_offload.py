@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.rollout.curves import Speed
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
-from penstock.rollout.offload import Facts, FixedWindow, Offload, Predictor, StepTimes, WindowView, thinned
+from penstock.rollout.offload import STEPS, Facts, FixedWindow, Offload, Predictor, StepTimes, WindowView, thinned
 from penstock.rollout.plan import ONE_BY_ONE, Engine, Limits, Training, best_plan, replay, search
 
 SPEED = Speed(0.01, 1e-4, 1e-6, 1e-5)
@@ -168,12 +168,14 @@ def test_corrections_stay_bounded_whatever_is_measured(steps: list[tuple[float, 
     assert offload.window_s(3) >= 0
 
 
-def test_the_window_grows_with_the_answers_step_by_step() -> None:
+def test_the_window_grows_with_the_answers_of_the_last_steps() -> None:
     offload = Offload()
     windows = []
     for growth in (1.0, 1.3, 1.7, 2.2):
-        groups = [[round(growth * length) for length in row] for row in GROUPS]
-        offload.plan(Facts(groups, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING))
+        for step in range(STEPS):
+            # No two steps are alike.
+            groups = [[round(growth * length) + step for length in row] for row in GROUPS]
+            offload.plan(Facts(groups, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING))
         windows.append(offload.window_s(3))
     assert windows == sorted(windows)
     assert windows[-1] > 1.6 * windows[0] > 0
@@ -276,6 +278,18 @@ def test_a_plan_made_bit_by_bit_is_the_one_made_at_once_and_holds_only_once_it_i
             assert slowly.plans.get(3) is before
         assert bits >= 10
         assert slowly.plans[3] == plan
+
+
+def test_a_plan_is_of_the_last_steps_and_not_of_the_last_one_alone() -> None:
+    """A step of one odd prompt more changes a plan less where others were seen, and none of another form counts."""
+    long = [[4 * length for length in row] for row in GROUPS]
+    alone, after_others, after_odd = Offload(), Offload(), Offload()
+    for _ in range(2):
+        after_others.plan(facts(3))
+    after_odd.plan(replace(facts(2), groups=GROUPS[:7]))
+    plans = [policy.plan(replace(facts(3), groups=long)) for policy in (alone, after_others, after_odd)]
+    assert plans[1].step_s < 0.8 * plans[0].step_s
+    assert plans[2].step_s == pytest.approx(plans[0].step_s, rel=0.05)
 
 
 def test_the_first_window_is_the_longer_the_fewer_the_others_are() -> None:

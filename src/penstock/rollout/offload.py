@@ -16,6 +16,7 @@ having is `fleet_size`'s.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -49,8 +50,10 @@ it, since the trainer's machines then wait for the few: up to all engines over t
 DAMPING = 2.0
 """Without a plan the window grows by the difference of the two waits over this: eta in RLBoost's Algorithm 1. A second
 more on one side is about a second less on the other, so that half the difference settles it."""
+STEPS = 4
+"""Of which a plan takes the answers: a step's own are off by some per cent, and what grows does so by less."""
 MOST_REPLAYED = 1024
-"""Samples in one replay: a plan takes some seventy of them, each some microseconds a sample, and while one of them runs
+"""Samples in one replay: a plan takes some hundreds of them, each some microseconds a sample, and while one of them runs
 the manager does nothing else."""
 
 
@@ -154,6 +157,10 @@ class Offload:
     learned: Learned | None = None
     """What the last step changed."""
     facts: Facts | None = None
+    _steps: deque[Sequence[Sequence[int]]] = field(default_factory=lambda: deque(maxlen=STEPS))
+    """Lengths of the last steps' answers, by prompt."""
+    _earlier: Sequence[Sequence[int]] = ()
+    """Those of the steps before the one of `facts`, as many fewer of each."""
 
     def plan(self, facts: Facts) -> Plan:
         """The step on these machines. To be asked at the start of a step, and again when machines come or go."""
@@ -163,11 +170,17 @@ class Offload:
 
     def planning(self, facts: Facts) -> Iterator[None]:
         """The same bit by bit, for those who may not stand still: done, and in `plans`, when it is exhausted."""
-        facts = self.facts = thinned(facts)
+        self._remember(facts.groups)
+        whole, facts = facts, thinned(facts)
+        # Where a step is thinned there are as many fewer prompts of each.
+        apart = -(-len(whole.groups) // len(facts.groups))
+        self.facts, self._earlier = facts, [row for step in list(self._steps)[:-1] for row in step[::apart]]
         fleet = len(facts.remote)
         near = self.plans.get(fleet)
         best = near
-        for found in search(facts.groups, facts.prompt_tokens, facts.remote, facts.reserved, facts.training, near):
+        for found in search(
+            facts.groups, facts.prompt_tokens, facts.remote, facts.reserved, facts.training, near, self._earlier
+        ):
             best = found
             yield
         if best is not None:
@@ -256,10 +269,17 @@ class Offload:
             )
             self.learned = Learned(fleet, before_s, window_s, cause)
 
+    def _remember(self, groups: Sequence[Sequence[int]]) -> None:
+        last = self._steps[-1] if self._steps else groups
+        if [len(row) for row in last] != [len(row) for row in groups]:
+            self._steps.clear()
+        if not self._steps or last != groups:
+            self._steps.append(groups)
+
     def predictor(self) -> Predictor | None:
         """For steps with other numbers of instances like those there are. It goes by what is known now, whatever is
         learned while it is asked; None before anything is known."""
-        facts, plans = self.facts, dict(self.plans)
+        facts, earlier, plans = self.facts, self._earlier, dict(self.plans)
         if facts is None or not (facts.remote or facts.reserved):
             return None
         like = (facts.remote or facts.reserved)[0]
@@ -269,7 +289,8 @@ class Offload:
             if not (remote or facts.reserved):
                 return None
             step_s: float | None = None
-            for best in search(facts.groups, facts.prompt_tokens, remote, facts.reserved, facts.training, near):
+            groups, tokens, training = facts.groups, facts.prompt_tokens, facts.training
+            for best in search(groups, tokens, remote, facts.reserved, training, near, earlier):
                 step_s = best.step_s if best is not None else None
                 yield
             return step_s

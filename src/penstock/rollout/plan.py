@@ -4,9 +4,9 @@ The trainer can only take complete groups, so two things trade against each othe
 second, and finish their first groups late: the trainer starves early, and the remote machines idle at the end. Narrow
 ones finish groups one after another, and waste the machines. So an engine begins wide, while contexts are short and a
 wide batch costs little, and is given nothing more until it has narrowed: its `Limits` change over the window, remote
-and reserved engines apart. What is best depends on speeds, lengths and training, and all three are learned. So the last
-step's answers are replayed on the machines that are there, with learned speeds, for some dozens of choices, and the one
-with the shortest step is taken.
+and reserved engines apart. What is best depends on speeds, lengths and training, and all three are learned. So the
+last steps' answers are replayed on the machines that are there, with learned speeds, for about a hundred choices, and
+the one with the shortest step is taken.
 
 Decides nothing but the `Plan`; refuses to know instances, samples and clocks. One replay costs a few microseconds a
 sample.
@@ -45,10 +45,12 @@ RESERVED = ((1.0, 0.03), (0.35, 1.0), (1.0, 1.0))
 """Of the reserved ones: to let in all at first and then nobody, so that they narrow; or the other way round."""
 WINDOWS = (0.1, 0.2, 0.3, 0.45, 0.65, 0.9, 1.2)
 """First looked at, as shares of the training time."""
-STEPS = (2.0, 0.5)
-"""By which each limit is multiplied after that, one at a time."""
-FINE_STEPS = (1.4, 0.7)
-"""The same about a plan of the step before."""
+TRIES = 60
+"""Choices after that: random steps from the best one so far, which get shorter."""
+WIDE = 0.5
+"""The first of them, as a logarithm of each limit."""
+FAR = 0.06
+"""And in the window, as a share of the training time."""
 LEAST = 0.01
 """Lowest limit: one at a time."""
 SLIVER = 1e-3
@@ -58,9 +60,7 @@ WAITING = 8
 IDLE_COUNTS = 0.1
 """A second in which remote machines idle at the end, against one of the step: of plans about as long, the one that
 keeps them busy is the less wide, and a wide one loses more where lengths turn out otherwise."""
-FINER = (0.05, -0.05, 0.025, -0.025)
-"""Of the training time: then around the best window."""
-CHANCES = 3
+CHANCES = 4
 """Replays of a choice."""
 THOUGHT = 0.02
 """Share of a step that a plan about the last one may cost: in steps of a second, machines that generate need the
@@ -331,12 +331,14 @@ def best_plan(
     reserved: Sequence[Engine],
     training: Training,
     near: Plan | None = None,
+    earlier: Sequence[Sequence[int]] = (),
 ) -> Plan:
     """The choice with the shortest step; of about equal ones the one that leaves the remote machines the least idle.
 
-    `near`: the last plan, around which to look. Without one, everything is looked at.
+    `near`: the last plan, around which to look. Without one, everything is looked at. `earlier`: prompts of the steps
+    before the one of `groups`, like its own.
     """
-    found = deque(search(groups, prompt_tokens, remote, reserved, training, near), maxlen=1).pop()
+    found = deque(search(groups, prompt_tokens, remote, reserved, training, near, earlier), maxlen=1).pop()
     if found is None:
         raise ValueError("nothing to plan: there are no answers")
     return found
@@ -349,14 +351,16 @@ def search(
     reserved: Sequence[Engine],
     training: Training,
     near: Plan | None = None,
+    earlier: Sequence[Sequence[int]] = (),
 ) -> Iterator[Plan | None]:
     """`best_plan`, one replay at a time: the best so far after each. Whoever may not stand still does others' work
     in between. A choice is replayed `CHANCES` times, for steps that might as well have been: what is best for the very
     answers of one step is worth less in the next."""
     train_s = training.token_s * sum(sum(row) + prompt_tokens * len(row) for row in groups)
+    rows = [*groups, *earlier]
     samples = sum(len(row) for row in groups)
     most = THOUGHT * near.step_s / (REPLAY_S * samples) if near is not None else math.inf
-    chances = _chances(groups, CHANCES if most >= CHANCES * len(REMOTE) * len(STEPS) else 1)
+    chances = _chances(rows, len(groups), CHANCES if most >= CHANCES * len(REMOTE) * 2 else 1)
     best: Plan | None = None
     choices = 0
 
@@ -385,7 +389,6 @@ def search(
         for begin, end in REMOTE:
             for share in WINDOWS:
                 found = yield from looked((Limits(begin, end), Limits(*RESERVED[0])), share * train_s)
-        rounds: tuple[tuple[float, ...], ...] = (STEPS, FINE_STEPS)
     else:
         found = yield from looked((near.remote, near.reserved), near.window_s)
         for share in (0.15, -0.15):
@@ -395,20 +398,20 @@ def search(
         for pair in REMOTE:
             for part in (1.0, 0.85):
                 found = yield from looked((Limits(*pair), Limits(*RESERVED[0])), part * window_s)
-        rounds = (FINE_STEPS,)
     for pair in RESERVED[1:]:
         found = yield from looked((found.remote, Limits(*pair)), found.window_s)
-    for factors in rounds:
-        for which in range(4):
-            for factor in factors:
-                before = found
-                limits = _changed((before.remote, before.reserved), which, factor)
-                if limits != (before.remote, before.reserved):
-                    found = yield from looked(limits, before.window_s)
-                if found is not before:
-                    break
-        for share in FINER:
-            found = yield from looked((found.remote, found.reserved), found.window_s + share * train_s)
+    # A narrower engine wants another window: one number at a time, the search would stay where it is.
+    source = random.Random(0)
+    for number in range(TRIES):
+        reach = 1 - number / TRIES
+        factors = [math.exp(source.gauss(0, reach * WIDE)) for _ in range(4)]
+        if number % 2:
+            which = source.randrange(4)
+            factors = [factor if k == which else 1.0 for k, factor in enumerate(factors)]
+        if number % 4 == 3:
+            factors = [1.0] * 4
+        window_s = found.window_s + source.gauss(0, reach * FAR) * train_s
+        found = yield from looked(_changed((found.remote, found.reserved), factors), window_s)
 
 
 def _mean(plans: Sequence[Plan]) -> Plan:
@@ -423,18 +426,18 @@ def _mean(plans: Sequence[Plan]) -> Plan:
     )
 
 
-def _chances(groups: Sequence[Sequence[int]], count: int) -> list[list[Sequence[int]]]:
-    """Steps that might as well have been: each of as many prompts, drawn so that all together hold each prompt equally
-    often (the balanced bootstrap of Davison, Hinkley and Schechtman, 1986)."""
-    drawn = [row for row in groups for _ in range(count)]
+def _chances(rows: Sequence[Sequence[int]], prompts: int, count: int) -> list[list[Sequence[int]]]:
+    """Steps that might as well have been: each of so many prompts, drawn so that all together hold each row about
+    equally often (the balanced bootstrap of Davison, Hinkley and Schechtman, 1986)."""
+    drawn = [row for row in rows for _ in range(-(-prompts * count // len(rows)))]
     random.Random(0).shuffle(drawn)
-    return [drawn[k::count] for k in range(count)]
+    return [drawn[k::count][:prompts] for k in range(count)]
 
 
-def _changed(limits: tuple[Limits, Limits], which: int, factor: float) -> tuple[Limits, Limits]:
-    """One of the four numbers multiplied."""
-    shares = [limits[0].begin, limits[0].end, limits[1].begin, limits[1].end]
-    shares[which] = min(1.0, max(LEAST, shares[which] * factor))
+def _changed(limits: tuple[Limits, Limits], factors: Sequence[float]) -> tuple[Limits, Limits]:
+    """Each of the four numbers multiplied."""
+    old = [limits[0].begin, limits[0].end, limits[1].begin, limits[1].end]
+    shares = [min(1.0, max(LEAST, share * factor)) for share, factor in zip(old, factors)]
     return Limits(shares[0], shares[1]), Limits(shares[2], shares[3])
 
 
