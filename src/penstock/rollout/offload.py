@@ -53,7 +53,7 @@ more on one side is about a second less on the other, so that half the differenc
 STEPS = 4
 """Of which a plan takes the answers: a step's own are off by some per cent, and what grows does so by less."""
 MOST_REPLAYED = 1024
-"""Samples in one replay: a plan takes some hundreds of them, each some microseconds a sample, and while one of them runs
+"""Samples in one replay: a plan takes some hundreds, each some microseconds a sample, and while one of them runs
 the manager does nothing else."""
 
 
