@@ -160,8 +160,8 @@ def test_a_trainer_that_waited_more_than_planned_lengthens_the_window_of_that_si
 
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0, 1e5), st.integers(0, 9)), max_size=30))
 def test_corrections_stay_bounded_whatever_is_measured(steps: list[tuple[float, float, int]]) -> None:
-    offload = Offload()
-    offload.plan(facts(3))
+    limits = Limits(), Limits()
+    offload = Offload(plans={3: replay(GROUPS, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING, limits, 8.0)})
     for wait_s, remote_s, fleet in steps:
         offload.ended(times(fleet=fleet, trainer_wait_s=wait_s, remote_wait_s=remote_s))
     assert all(abs(value) <= 60.0 for value in offload.corrections.values())
