@@ -16,6 +16,8 @@ having is `fleet_size`'s.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,6 +54,8 @@ DAMPING = 2.0
 more on one side is about a second less on the other, so that half the difference settles it."""
 STEPS = 4
 """Of which a plan takes the answers: a step's own are off by some per cent, and what grows does so by less."""
+CHANCE = 3.0
+"""Standard errors by which answers of two steps differ by chance; what differs by more has grown, or shrunk."""
 MOST_REPLAYED = 1024
 """Samples in one replay: a plan takes some hundreds, each some microseconds a sample, and while one of them runs
 the manager does nothing else."""
@@ -174,7 +178,8 @@ class Offload:
         whole, facts = facts, thinned(facts)
         # Where a step is thinned there are as many fewer prompts of each.
         apart = -(-len(whole.groups) // len(facts.groups))
-        self.facts, self._earlier = facts, [row for step in list(self._steps)[:-1] for row in step[::apart]]
+        earlier = [like(step, whole.groups) for step in list(self._steps)[:-1]]
+        self.facts, self._earlier = facts, [row for step in earlier for row in step[::apart]]
         fleet = len(facts.remote)
         near = self.plans.get(fleet)
         best = near
@@ -296,6 +301,17 @@ class Offload:
             return step_s
 
         return predicted
+
+
+def like(step: Sequence[Sequence[int]], last: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """An earlier step's lengths, by prompt. Where the last one's mean differs by more than chance they are multiplied
+    to have it: what such answers are like is still known, how long they are is not."""
+    before, now = ([statistics.fmean(row) for row in rows] for rows in (step, last))
+    mean, wanted = statistics.fmean(before), statistics.fmean(now)
+    error = math.hypot(*(statistics.stdev(means) / math.sqrt(len(means)) for means in (before, now) if len(means) > 1))
+    if not mean or abs(wanted - mean) <= CHANCE * error:
+        return step
+    return [[round(length * wanted / mean) for length in row] for row in step]
 
 
 def thinned(facts: Facts, most: int = MOST_REPLAYED) -> Facts:

@@ -359,7 +359,8 @@ def search(
     train_s = training.token_s * sum(sum(row) + prompt_tokens * len(row) for row in groups)
     rows = [*groups, *earlier]
     samples = sum(len(row) for row in groups)
-    most = THOUGHT * near.step_s / (REPLAY_S * samples) if near is not None else math.inf
+    # A step is no shorter than its training, however short the last one was.
+    most = THOUGHT * max(near.step_s, train_s) / (REPLAY_S * samples) if near is not None else math.inf
     chances = _chances(rows, len(groups), CHANCES if most >= CHANCES * len(REMOTE) * 2 else 1)
     best: Plan | None = None
     choices = 0
