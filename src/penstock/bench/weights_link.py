@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import mmap
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -201,7 +203,7 @@ class ShapedLink:
 
 @contextlib.contextmanager
 def shaped(rate_mbit_s: float) -> Iterator[ShapedLink]:
-    """A namespace whose way out is shaped. Raises PenstockError where it can't be made."""
+    """A namespace whose way out is shaped, one at a time on a machine. Raises PenstockError where it can't be made."""
     if not shutil.which("ip") or not shutil.which("tc"):
         raise PenstockError("ip and tc are not installed")
     inside = ["ip", "-n", NAMESPACE]
@@ -214,14 +216,22 @@ def shaped(rate_mbit_s: float) -> Iterator[ShapedLink]:
         [*inside, "link", "set", "penstock1", "up"],
         [*inside, "link", "set", "lo", "up"],
     ]
-    try:
-        for step in steps:
-            _run(step)
-        link = ShapedLink(NAMESPACE)
-        link.shape(rate_mbit_s, change=False)
-        yield link
-    finally:
-        subprocess.run(["ip", "netns", "del", NAMESPACE], capture_output=True, check=False)
+    remove = ["ip", "netns", "del", NAMESPACE]
+    with (Path(tempfile.gettempdir()) / f"{NAMESPACE}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise PenstockError("another benchmark on this machine has the shaped link") from error
+        # One that was killed has left its own.
+        subprocess.run(remove, capture_output=True, check=False)
+        try:
+            for step in steps:
+                _run(step)
+            link = ShapedLink(NAMESPACE)
+            link.shape(rate_mbit_s, change=False)
+            yield link
+        finally:
+            subprocess.run(remove, capture_output=True, check=False)
 
 
 def _run(step: list[str]) -> None:
