@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.rollout.curves import Speed
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
-from penstock.rollout.offload import Facts, FixedWindow, Offload, Predictor, StepTimes, WindowView, like, thinned
+from penstock.rollout.offload import Facts, FixedWindow, Offload, Predictor, StepTimes, WindowView, as_long_as, thinned
 from penstock.rollout.plan import ONE_BY_ONE, Engine, Limits, Training, best_plan, replay, search
 
 SPEED = Speed(0.01, 1e-4, 1e-6, 1e-5)
@@ -293,11 +293,11 @@ def test_a_plan_is_of_the_last_steps_and_not_of_the_last_one_alone() -> None:
 
 def test_answers_that_have_grown_by_more_than_chance_make_earlier_steps_longer() -> None:
     longer = [[3 * length for length in row] for row in GROUPS]
-    assert like(GROUPS, longer) == longer
-    assert like(longer, GROUPS) == GROUPS
+    assert as_long_as(GROUPS, longer) == longer
+    assert as_long_as(longer, GROUPS) == GROUPS
     by_chance = [[length + 5 for length in row] for row in GROUPS]
-    assert like(GROUPS, by_chance) is GROUPS
-    assert like([[0, 0]], [[9, 9]]) == [[0, 0]]
+    assert as_long_as(GROUPS, by_chance) is GROUPS
+    assert as_long_as([[0, 0]], [[9, 9]]) == [[0, 0]]
 
 
 def test_the_first_window_is_the_longer_the_fewer_the_others_are() -> None:

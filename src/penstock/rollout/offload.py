@@ -72,6 +72,8 @@ class Facts:
     remote: Sequence[Engine]
     reserved: Sequence[Engine]
     training: Training
+    earlier: Sequence[Sequence[int]] = ()
+    """Prompts of the steps before, like those of `groups`; the policy's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +165,6 @@ class Offload:
     facts: Facts | None = None
     _steps: deque[Sequence[Sequence[int]]] = field(default_factory=lambda: deque(maxlen=STEPS))
     """Lengths of the last steps' answers, by prompt."""
-    _earlier: Sequence[Sequence[int]] = ()
-    """Those of the steps before the one of `facts`, as many fewer of each."""
 
     def plan(self, facts: Facts) -> Plan:
         """The step on these machines. To be asked at the start of a step, and again when machines come or go."""
@@ -178,13 +178,13 @@ class Offload:
         whole, facts = facts, thinned(facts)
         # Where a step is thinned there are as many fewer prompts of each.
         apart = -(-len(whole.groups) // len(facts.groups))
-        earlier = [like(step, whole.groups) for step in list(self._steps)[:-1]]
-        self.facts, self._earlier = facts, [row for step in earlier for row in step[::apart]]
+        earlier = [as_long_as(step, whole.groups)[::apart] for step in list(self._steps)[:-1]]
+        facts = self.facts = replace(facts, earlier=[row for step in earlier for row in step])
         fleet = len(facts.remote)
         near = self.plans.get(fleet)
         best = near
         for found in search(
-            facts.groups, facts.prompt_tokens, facts.remote, facts.reserved, facts.training, near, self._earlier
+            facts.groups, facts.prompt_tokens, facts.remote, facts.reserved, facts.training, near, facts.earlier
         ):
             best = found
             yield
@@ -284,7 +284,7 @@ class Offload:
     def predictor(self) -> Predictor | None:
         """For steps with other numbers of instances like those there are. It goes by what is known now, whatever is
         learned while it is asked; None before anything is known."""
-        facts, earlier, plans = self.facts, self._earlier, dict(self.plans)
+        facts, plans = self.facts, dict(self.plans)
         if facts is None or not (facts.remote or facts.reserved):
             return None
         like = (facts.remote or facts.reserved)[0]
@@ -295,7 +295,7 @@ class Offload:
                 return None
             step_s: float | None = None
             groups, tokens, training = facts.groups, facts.prompt_tokens, facts.training
-            for best in search(groups, tokens, remote, facts.reserved, training, near, earlier):
+            for best in search(groups, tokens, remote, facts.reserved, training, near, facts.earlier):
                 step_s = best.step_s if best is not None else None
                 yield
             return step_s
@@ -303,7 +303,7 @@ class Offload:
         return predicted
 
 
-def like(step: Sequence[Sequence[int]], last: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+def as_long_as(step: Sequence[Sequence[int]], last: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
     """An earlier step's lengths, by prompt. Where the last one's mean differs by more than chance they are multiplied
     to have it: what such answers are like is still known, how long they are is not."""
     before, now = ([statistics.fmean(row) for row in rows] for rows in (step, last))

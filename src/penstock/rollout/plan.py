@@ -62,6 +62,9 @@ IDLE_COUNTS = 0.1
 keeps them busy is the less wide, and a wide one loses more where lengths turn out otherwise."""
 CHANCES = 4
 """Replays of a choice."""
+HOPELESS = 1.01
+"""A choice that is so much worse than the best one in its first replays is not replayed again (racing, Maron and Moore,
+1993)."""
 THOUGHT = 0.02
 """Share of a step that a plan about the last one may cost: in steps of a second, machines that generate need the
 processor more."""
@@ -363,22 +366,28 @@ def search(
     most = THOUGHT * max(near.step_s, train_s) / (REPLAY_S * samples) if near is not None else math.inf
     chances = _chances(rows, len(groups), CHANCES if most >= CHANCES * len(REMOTE) * 2 else 1)
     best: Plan | None = None
-    choices = 0
+    best_of: list[Plan] = []
+    """Its replays."""
+    replays = 0
 
     def looked(limits: tuple[Limits, Limits], window_s: float) -> Generator[Plan | None, None, Plan]:
-        nonlocal best, choices
-        if best is not None and choices >= max(FEWEST, most / len(chances)):
+        nonlocal best, best_of, replays
+        if best is not None and replays >= max(FEWEST * len(chances), most):
             return best
-        choices += 1
         plans: list[Plan] = []
         for chance in chances:
-            if plans:
-                yield best
+            replays += 1
             plans.append(replay(chance, prompt_tokens, remote, reserved, training, limits, max(0.0, window_s)))
-        plan = _mean(plans)
-        if best is None or _loss_s(plan) < _loss_s(best):
-            best = plan
+            plan = _mean(plans)
+            if best is not None and _loss_s(plan) > HOPELESS * _loss_s(_mean(best_of[: len(plans)])):
+                break
+            if len(plans) < len(chances):
+                yield best
+        else:
+            if best is None or _loss_s(plan) < _loss_s(best):
+                best, best_of = plan, plans
         yield best
+        assert best is not None
         return best
 
     if not remote:
