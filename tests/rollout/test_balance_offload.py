@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.rollout import plan as plan_module
 from penstock.rollout.curves import Speed
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
 from penstock.rollout.offload import Facts, FixedWindow, Offload, Predictor, StepTimes, WindowView, as_long_as, thinned
@@ -254,7 +255,10 @@ def test_a_window_that_is_given_stays_and_without_remote_instances_has_no_end() 
     assert (window.length_s(2), window.length_s(0), window.learned) == (4.0, None, None)
 
 
-def test_a_large_step_is_planned_on_a_part_of_it_to_about_the_same_window() -> None:
+def test_a_large_step_is_planned_on_a_part_of_it_to_about_the_same_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    # For time's sake.
+    monkeypatch.setattr(plan_module, "TRIES", 10)
+    monkeypatch.setattr(plan_module, "CHANCES", 2)
     groups = [[100 + 37 * (k * 4 + r) % 500 for r in range(4)] for k in range(512)]
     training = Training(token_s=2e-5, micro_batch_samples=64, switch_s=0.5, rest_s=0.2)
     engine = Engine(SPEED, 256)
