@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
+
+from http_on_loopback import listening
 
 RECORDED = Path(__file__).parent / "kube_recorded.json"
 USERS = ("admin", "guest", "nobody")
@@ -92,16 +92,6 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_DELETE = _any
 
 
-@contextmanager
-def served(answers: Any) -> Iterator[str]:
+def served(answers: Any) -> AbstractContextManager[str]:
     """`answers.answer` asked over HTTP; its address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"answers": answers}))
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return listening(type("Bound", (Handler,), {"answers": answers}))

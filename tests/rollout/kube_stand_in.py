@@ -7,12 +7,12 @@ refusal before the answer to a request.
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from http_on_loopback import listening
 
 PATHS = {"/api/v1/namespaces/rl/pods": "Pod", "/apis/batch/v1/namespaces/rl/jobs": "Job"}
 VERSION = {"Pod": "v1", "Job": "batch/v1"}
@@ -159,17 +159,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-@contextmanager
-def serve(cluster: Cluster) -> Iterator[str]:
+def serve(cluster: Cluster) -> AbstractContextManager[str]:
     """Its address."""
-    handler = type("Bound", (Handler,), {"cluster": cluster})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return listening(type("Bound", (Handler,), {"cluster": cluster}))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kube_chapters import POD
 from kube_stand_in import Cluster, serve
 
 from penstock.cli.provision import make_provisioner
@@ -16,14 +17,6 @@ from penstock.rollout.provision_types import JoinOrder, Provisioner, Seen
 
 pytest.importorskip("kubernetes")
 
-POD = """
-apiVersion: v1
-kind: Pod
-metadata: {labels: {team: rl}}
-spec:
-  containers:
-    - {name: agent, image: "registry.example/penstock:1"}
-"""
 JOB = """
 apiVersion: batch/v1
 kind: Job
