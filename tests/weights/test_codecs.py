@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.errors import WeightError
 from penstock.weights.codecs import CODECS as ALL_CODECS
 from penstock.weights.codecs import get_codec
-from penstock.weights.codecs.delta import BLOCK_BYTES, HEADER, changed_elements, entropy_bound_bytes
+from penstock.weights.codecs.delta import HEADER, changed_elements, entropy_bound_bytes
 from penstock.weights.encodings import can_zipnn
 from penstock.weights.plan import DTYPE_BYTES
 
@@ -39,9 +39,15 @@ def stepped(data: bytes, share: float, width: int, seed: int = SEED) -> bytes:
 
 
 def through(name: str, new: bytes, base: bytes | None, dtype: str) -> bytes:
+    """Decoded to memory of its own and, what is applied to a base, in place: both must be the same."""
     codec = get_codec(name)
     into = bytearray(len(new))
-    codec.decode(codec.encode(new, base, dtype), base, memoryview(into), dtype)
+    data = codec.encode(new, base, dtype)
+    codec.decode(data, base, memoryview(into), dtype)
+    if codec.needs_base and base is not None:
+        changed = bytearray(base)
+        codec.decode(data, None, memoryview(changed), dtype)
+        assert changed == into
     return bytes(into)
 
 
@@ -116,16 +122,14 @@ def test_changed_elements_are_told_by_their_bits_and_not_by_their_values() -> No
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "F64", "U8"])
-def test_a_difference_over_several_blocks_is_exact(dtype: str) -> None:
-    """Changes at the edges of blocks, none in one of them, and a last one that is short."""
-    width = DTYPE_BYTES[dtype]
-    base = np.random.default_rng(SEED).bytes(3 * BLOCK_BYTES + 24)
+def test_a_difference_with_long_gaps_is_exact(dtype: str) -> None:
+    """Changes at both ends, next to each other, and a MiB apart."""
+    width, far = DTYPE_BYTES[dtype], 512 * 1024
+    base = np.random.default_rng(SEED).bytes(3 * far + 24)
     new = bytearray(base)
-    for at in (0, BLOCK_BYTES - width, BLOCK_BYTES, 3 * BLOCK_BYTES - width, 3 * BLOCK_BYTES, len(new) - width):
+    for at in (0, far - width, far, 3 * far - width, 3 * far, len(new) - width):
         new[at] ^= 0xFF
-    codec, into = get_codec("delta"), bytearray(len(base))
-    codec.decode(codec.encode(bytes(new), base, dtype), base, memoryview(into), dtype)
-    assert into == new
+    assert through("delta", bytes(new), base, dtype) == new
 
 
 def test_an_unknown_codec_is_named_with_the_known_ones() -> None:
@@ -133,13 +137,13 @@ def test_an_unknown_codec_is_named_with_the_known_ones() -> None:
         get_codec("gzip")
 
 
-@pytest.mark.parametrize("base", [None, b"12"])
-def test_a_delta_without_its_base_is_refused(base: bytes | None) -> None:
+def test_a_delta_without_its_base_is_refused() -> None:
     codec = get_codec("delta")
+    for base in (None, b"12"):
+        with pytest.raises(WeightError, match="base version"):
+            codec.encode(b"1234", base, "BF16")
     with pytest.raises(WeightError, match="base version"):
-        codec.encode(b"1234", base, "BF16")
-    with pytest.raises(WeightError, match="base version"):
-        codec.decode(HEADER.pack(0, 0, 0), base, memoryview(bytearray(4)), "BF16")
+        codec.decode(HEADER.pack(0, 0, 0), b"12", memoryview(bytearray(4)), "BF16")
 
 
 @pytest.mark.parametrize("name", ["lossless", "delta", "raw"])
@@ -156,10 +160,11 @@ def test_data_that_was_tampered_with_is_an_error_or_other_bytes_and_never_harm(
     for at, change in flips:
         wire[at % len(wire)] ^= change
     data = bytes(wire[: max(0, len(wire) - cut)])
-    guarded = bytearray(len(new) + 16)
-    with contextlib.suppress(WeightError):
-        codec.decode(data, base, memoryview(guarded)[8:-8], "BF16")
-    assert guarded[:8] == guarded[-8:] == bytes(8)
+    for before in (base, None):
+        guarded = bytearray(len(new) + 16)
+        with contextlib.suppress(WeightError):
+            codec.decode(data, before, memoryview(guarded)[8:-8], "BF16")
+        assert guarded[:8] == guarded[-8:] == bytes(8)
 
 
 def test_a_decompression_bomb_is_refused_before_it_is_unpacked() -> None:

@@ -79,7 +79,7 @@ def eight_and_one(
 def _measured(
     folder: Path, link: ShapedLink, rate_mbit_s: float, codec: str, ways: str, before: bytes, after: bytes, bounds: bool
 ) -> list[Result]:
-    """Each round has a version of its own, with the same weights, so that nobody has anything of it yet.
+    """Each round has a version of its own, `before` and `after` in turn, so that nobody has anything of it yet.
 
     With `ways` the instances share this machine's memory; without, each has a copy, as on machines of their own.
     """
@@ -90,7 +90,8 @@ def _measured(
     name = f"{INSTANCES} instances / 1 at {rate_mbit_s:g} Mb/s, {codec}{', one copy in shared memory' if ways else ''}"
     size = f"{len(after) / 2**20:.0f} MiB, each instance a process that verifies: "
     with contextlib.ExitStack() as parts:
-        store = StoreProcess([old, *[new] * versions], CHUNK_BYTES, link.namespace, THERE)
+        files = [(old, new)[number % 2] for number in range(1 + versions)]
+        store = StoreProcess(files, CHUNK_BYTES, link.namespace, THERE)
         parts.callback(store.kill)
         asyncio.run(_encode_ahead(store.address, codec, versions))
         proxies = TalkingProcess(PROXIES, store.address, str(INSTANCES))
@@ -151,6 +152,11 @@ def _rounds(instances: list[TalkingProcess], proxies: TalkingProcess, version: i
         before = _sent(proxies)
         (ones if alone else eights).append(_round(instances[:1] if alone else instances, number))
         sent = _sent(proxies) - before
+        if alone:
+            # The others get it too, unmeasured, and serve it before the next one comes.
+            _round(instances[1:], number)
+        for instance in instances:
+            instance.said()
     return _Pulls(ones[1:], eights[1:], sent)
 
 
@@ -173,5 +179,5 @@ async def _encode_ahead(address: str, codec: str, versions: int) -> None:
     loader = WeightLoader(TOKEN, codec=codec)
     loader.serves(await loader.pull(address, 0, 300))
     for version in range(1, versions + 1):
-        await loader.pull(address, version, 300)
+        loader.serves(await loader.pull(address, version, 300))
     await loader.close()

@@ -32,6 +32,8 @@ PIECE_BYTES = 256 * 1024
 LATENCY_S = 0.05
 CHUNK_BYTES = 4 << 20
 ROUND_TRIP_S = 0.02
+AHEAD_S = 60.0
+"""Far less than a step takes, in which an instance copies its base ahead."""
 INSTANCE = "from penstock.bench.weights_link import be_an_instance; be_an_instance()"
 PROXIES = "from penstock.bench.weights_link import be_proxies; be_proxies()"
 SERVE = "from penstock.bench.weights_link import serve_files; serve_files()"
@@ -97,8 +99,8 @@ async def _be_proxies(target: str, count: int) -> None:
 def be_an_instance() -> None:
     """An instance in this process, that passes weights on: `address codec ways`.
 
-    Gets version 0 and says "ready"; then gets each version that a line of standard input names, and says when it was
-    there (the machine's monotonic clock). The base stays version 0.
+    Gets version 0 and says "ready"; then gets each version that a line of standard input names, says when it was there
+    (the machine's monotonic clock), serves it, and says "ready" once the next one can come as it would after a step.
     """
     asyncio.run(_be_an_instance(sys.argv[1], sys.argv[2], sys.argv[3]))
 
@@ -110,7 +112,10 @@ async def _be_an_instance(store: str, codec: str, ways: str) -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         weights = await loader.pull(store, int(line), 300)
         print(time.monotonic(), flush=True)
+        loader.serves(weights)
         del weights
+        await loader.base_is_ahead(AHEAD_S)
+        print("ready", flush=True)
     await loader.close()
 
 

@@ -15,12 +15,15 @@ from penstock.bench.common import Result, at_least, at_most, skipped
 from penstock.bench.weights_eight import eight_and_one
 from penstock.bench.weights_encoding import beside_its_encoding
 from penstock.bench.weights_link import (
+    AHEAD_S,
     CHUNK_BYTES,
+    PROXIES,
     ROUND_TRIP_S,
     THERE,
     TOKEN,
     DelayProxy,
     StoreProcess,
+    TalkingProcess,
     files_of,
     shaped,
 )
@@ -90,23 +93,28 @@ def _what(size: int) -> str:
 
 async def _sooner(namespace: str, pair: list[Path], size: int) -> tuple[list[Result], float]:
     """An agent's loader, links and memory kept from version to version, as it goes on in a run. Also the seconds that
-    the version takes raw."""
+    the version takes raw. Between two pulls of the pair's second version the first one comes again, as a difference."""
     store = StoreProcess(pair, CHUNK_BYTES, namespace, THERE)
-    proxy = DelayProxy(store.address, ROUND_TRIP_S / 2)
     whole, differences = (WeightLoader(TOKEN, codec=codec, connections=4) for codec in ("raw", "delta"))
-    try:
-        async with proxy.listening() as address:
-            raw = [await _timed(whole, address, 0) for _ in range(2)]
-            differences.serves(await whole.pull(address, 0, 300))
-            # Encoded once, for whoever asks first; what an instance then waits for is the transfer.
-            first_s = await _timed(differences, address, 1)
-            took = [await _timed(differences, address, 1) for _ in range(PULLS)]
-            came = (await differences.pull(address, 1, 300)).bytes_fetched
-            await whole.close()
-            await differences.close()
-    finally:
-        store.kill()
-    raw_s, one_s = min(raw), statistics.median(took)
+    with contextlib.ExitStack() as parts:
+        parts.callback(store.kill)
+        # A process of its own: on a real link nobody shares the instance's interpreter.
+        proxy = TalkingProcess(PROXIES, store.address, "1")
+        parts.callback(proxy.kill)
+        address = proxy.said()
+        proxy.tell(str(ROUND_TRIP_S / 2))
+        proxy.said()
+        raw = [(await _timed(whole, address, 0))[0] for _ in range(2)]
+        differences.serves(await whole.pull(address, 0, 300))
+        # Encoded once, for whoever asks first; what an instance then waits for is the transfer.
+        first_s, came = await _timed(differences, address, 1)
+        took = []
+        for _ in range(1 + PULLS):
+            await _timed(differences, address, 0)
+            took.append((await _timed(differences, address, 1))[0])
+        await whole.close()
+        await differences.close()
+    raw_s, one_s = min(raw), statistics.median(took[1:])
     note = (
         f"{size / 2**20:.0f} MiB at 1 Gb/s (tc tbf) and {ROUND_TRIP_S * 1e3:.0f} ms there and back (userspace): raw "
         f"{raw_s:.2f} s, delta {one_s:.3f} s ({came / 1e6:.1f} MB, of which the link takes {came * 8 / 1e9:.3f} s), "
@@ -126,10 +134,15 @@ def usable_bytes() -> int:
     raise PenstockError("the system does not say how much memory can be used")
 
 
-async def _timed(loader: WeightLoader, address: str, version: int) -> float:
+async def _timed(loader: WeightLoader, address: str, version: int) -> tuple[float, int]:
+    """The seconds that a pull takes, and the bytes; the version then serves, as long as a step takes."""
     began = time.perf_counter()
-    await loader.pull(address, version, 300)
-    return time.perf_counter() - began
+    staged = await loader.pull(address, version, 300)
+    took_s, came = time.perf_counter() - began, staged.bytes_fetched
+    loader.serves(staged)
+    del staged
+    await loader.base_is_ahead(AHEAD_S)
+    return took_s, came
 
 
 async def _pause(folder: Path, namespace: str) -> list[Result]:

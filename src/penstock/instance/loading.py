@@ -6,6 +6,7 @@ is short). How a version is fetched and verified is in `penstock.weights`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import ssl
@@ -13,12 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.errors import EngineError, WeightError
+from penstock.weights.ahead import Ahead
 from penstock.weights.choose import CODEC_CHOICES, QUANTIZED, Rates
 from penstock.weights.encodings import can_zipnn
 from penstock.weights.manifest import Manifest, StagedWeights, encode_manifest
-from penstock.weights.memory import Recycled, host_buffer, usable_cores
+from penstock.weights.memory import Recycled, usable_cores
 from penstock.weights.protocol import Layout
-from penstock.weights.puller import DEFAULT_MAX_BYTES, NoMemory, pull
+from penstock.weights.puller import DEFAULT_MAX_BYTES, NoMemory, fresh, pull
 from penstock.weights.relay import Relay
 from penstock.weights.tcp import TcpTransport
 from penstock.weights.ways import fetchers_of, lenders_of
@@ -41,7 +43,8 @@ class WeightLoader:
     `partial_folder`, where given. `ways` are faster ways than TCP to be used where the source has them too
     (`weights.ways`); `layout` is the engine's. Links stay open from one version to the next. With a base or a relay, so
     does the memory of the version before it, which is needed at a swap or passed on anyway: fresh memory may cost more
-    than all the rest of a pull.
+    than all the rest of a pull. Once a version serves that came as a difference, it is copied there, so that the next
+    difference is applied in place.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class WeightLoader:
         shared = lenders_of([SHARED], "") if relay_port is not None and SHARED in ways else []
         self._lender = shared[0] if shared else None
         self._memory = Recycled(lender=self._lender)
+        self._ahead = Ahead(self._memory.spare)
         self._relay: Relay | None = None
         self._rates = Rates(cores=usable_cores())
         self._base: StagedWeights | None = None
@@ -97,6 +101,7 @@ class WeightLoader:
                 raise
             log.warning("%s; the base of differences is given up for it", error)
             self._base = None
+            self._ahead.drop()
             self._memory.clear()
         return await self._pull(source, version, deadline_s)
 
@@ -119,7 +124,7 @@ class WeightLoader:
             rates=self._rates,
             relay=self._relay,
             partial=self._partial_folder,
-            memory=self._memory.buffer if self._keeps or self._relay is not None else host_buffer,
+            memory=self._staging if self._keeps or self._relay is not None else fresh,
             layout=self._layout,
         )
         if self._lender is not None and self._relay is not None and (place := self._lender.place(staged.stream)):
@@ -130,8 +135,25 @@ class WeightLoader:
     def serves(self, staged: StagedWeights) -> None:
         """The engine serves `staged`: only now is it what differences are applied to."""
         self._base = staged if self._keeps else None
+        if self._keeps and any(step.base is not None for step in staged.steps):
+            # So comes the next one, as far as anybody knows.
+            self._ahead.begin(staged.stream)
+        else:
+            self._ahead.drop()
+
+    async def base_is_ahead(self, timeout_s: float) -> bool:
+        """Whether, within that time, the base lies where the next difference is applied to it in place."""
+        return await asyncio.to_thread(self._ahead.wait, timeout_s)
+
+    def _staging(self, nbytes: int, base: memoryview | None) -> tuple[memoryview, int]:
+        prepared = self._ahead.take(base)
+        if prepared is not None and len(prepared[0]) == nbytes:
+            return prepared
+        del prepared
+        return self._memory.buffer(nbytes), 0
 
     async def close(self) -> None:
+        self._ahead.drop()
         self._transport.close()
         relay, self._relay = self._relay, None
         if relay is not None:

@@ -142,7 +142,7 @@ def estimate(raw: Manifest, stream: memoryview, codec: str, base_stream: memoryv
 def decode_chunk(
     coder: Codec, dtype: str, chunk: ChunkEntry, data: Bytes, base: memoryview | None, staging: memoryview
 ) -> None:
-    """Decodes one chunk into its place. `base` may be `staging` itself: the range is read and then overwritten.
+    """Decodes one chunk into its place. Without the `base` of a difference `staging` holds it, and is changed in place.
 
     Raises WeightError for data that is not of this codec.
     """

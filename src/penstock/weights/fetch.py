@@ -55,8 +55,10 @@ class Connection(Protocol):
 
 
 class Fetch:
-    """One encoding on its way into `staging`. `base` has what a difference is applied to; it may be `staging`. Of a
-    draft those chunks come that `more` has told of.
+    """One encoding on its way into `staging`. A difference is applied to `base`, whose first `ahead` bytes `staging`
+    has already, or, without `base`, to what `staging` has. Of a draft those chunks come that `more` has told of.
+
+    Each chunk is decoded once, since that may change its bytes in place.
 
     With `verify`, tensors are verified as their chunks come: `finish` raises for one that is not as it should be.
     """
@@ -70,6 +72,7 @@ class Fetch:
         rates: Rates,
         note: Callable[[str], None],
         verify: bool = True,
+        ahead: int = 0,
     ) -> None:
         self._sums = TensorSums(manifest, staging) if verify else None
         self._checking: set[asyncio.Future[None]] = set()
@@ -78,6 +81,7 @@ class Fetch:
         self._manifest = manifest
         self._encoding = manifest.encoding
         self._base = base
+        self._ahead = ahead
         self._staging = staging
         self._threads = threads
         self._rates = rates
@@ -323,7 +327,9 @@ class Fetch:
         coder = self._coder
         while coder is not None and (work := self._next_ready(loop)) is not None:
             index, data = work
-            decode_chunk(coder, self._dtypes[index], self._manifest.chunks[index], data, self._base, self._staging)
+            chunk = self._manifest.chunks[index]
+            base = self._base if chunk.offset + chunk.raw_nbytes > self._ahead else None
+            decode_chunk(coder, self._dtypes[index], chunk, data, base, self._staging)
             if self._sums is not None:
                 self._sums.came(index)
         return time.perf_counter() - began

@@ -37,14 +37,20 @@ class Recycled:
         self._lender = lender
         self._held: list[mmap.mmap] = []
 
-    def buffer(self, nbytes: int) -> memoryview:
-        """A writable buffer of `nbytes`, whose content is anything."""
+    def spare(self, nbytes: int) -> memoryview | None:
+        """One that was given out before, where nothing refers to it any more; its content is anything."""
         for mapped in self._held:
             if len(mapped) == nbytes and _is_free(mapped):
                 view = memoryview(mapped)
                 if self._lender is None or self._lender.claim(view):
                     return view
                 view.release()
+        return None
+
+    def buffer(self, nbytes: int) -> memoryview:
+        """A writable buffer of `nbytes`, whose content is anything."""
+        if (spare := self.spare(nbytes)) is not None:
+            return spare
         self._held = [mapped for mapped in self._held if not _is_free(mapped)]
         buffer = (self._lender.buffer(nbytes) if self._lender is not None else None) or host_buffer(nbytes)
         if isinstance(buffer.obj, mmap.mmap) and len(self._held) < self._most:

@@ -52,6 +52,10 @@ PUSH_BYTES = 4 << 20
 """That a store may send behind its plan; more is asked for while they come."""
 DEFAULT_MAX_BYTES = 1 << 40
 
+Memory = Callable[[int, memoryview | None], tuple[memoryview, int]]
+"""Gives a writable buffer of so many bytes, and says how many of its first bytes are those of the base, where a
+difference to it is to be staged there."""
+
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -63,6 +67,11 @@ class NoMemory(WeightError):
 
 class NotInTime(WeightError):
     """A version did not come whole before the pull's deadline; says how much came, and the last trouble."""
+
+
+def fresh(nbytes: int, base: memoryview | None = None) -> tuple[memoryview, int]:
+    """Memory that has nothing of the base."""
+    return host_buffer(nbytes), 0
 
 
 async def pull(
@@ -79,7 +88,7 @@ async def pull(
     rates: Rates | None = None,
     relay: Relay | None = None,
     partial: Path | None = None,
-    memory: Callable[[int], memoryview] | None = None,
+    memory: Memory = fresh,
     layout: Layout | None = None,
 ) -> StagedWeights:
     """Fetches `version` from the store at `source` ("host:port") into host memory, verified to the last tensor.
@@ -87,15 +96,15 @@ async def pull(
     Broken connections are opened again, and what is whole stays, until `deadline_s`. `base` is a verified version in
     memory that a difference may be applied to; it is read and never changed. `rates` are what earlier pulls measured,
     and learn from this one. What comes is passed on by `relay`, and kept in the folder `partial` until it is whole.
-    `memory` gives the buffer that the version is staged in; `layout` is told to the store. Links are kept by
-    `transport` for the next pull; one that is made here is closed at the end.
+    `memory` gives the buffer that the version is staged in, where the base may lie already; `layout` is told to the
+    store. Links are kept by `transport` for the next pull; one that is made here is closed at the end.
     Raises WeightError, which names the cause: TokenRefused, OtherProtocol, NoSuchVersion and NoMemory at once,
     NotInTime for anything that might have passed.
     """
     own = TcpTransport(token) if transport is None else None
     puller = _Pull(source, version, token, transport or own or TcpTransport(token), max_bytes)
     puller.connections, puller.relay, puller.partial = connections, relay, partial
-    puller.rates, puller.memory, puller.layout = rates or Rates(), memory or host_buffer, layout or Layout()
+    puller.rates, puller.memory, puller.layout = rates or Rates(), memory, layout or Layout()
     try:
         async with asyncio.timeout(deadline_s):
             return await puller.run(codec, base)
@@ -131,7 +140,8 @@ class _Pull:
         self.rates = Rates()
         self.relay: Relay | None = None
         self.partial: Path | None = None
-        self.memory: Callable[[int], memoryview] = host_buffer
+        self.memory: Memory = fresh
+        self._in_place = False
         self.layout = Layout()
         self._came_by = ""
 
@@ -163,14 +173,16 @@ class _Pull:
                         raise
                     except (WeightError, ExceptionGroup) as error:
                         cause = _first_cause(error) if isinstance(error, ExceptionGroup) else error
-                        codec = _in_full(planned.steps[0], codec, cause)
-                        if not codec:
-                            raise
-                        self._note(f"{planned.steps[-1]}: {cause}; fetched in full instead, {codec}")
+                        if self._in_place and not isinstance(cause, GivenUp):
+                            self._note(f"{planned.steps[-1]}: {cause}; applied to another copy of the base instead")
+                        else:
+                            codec, base = _in_full(planned.steps[0], codec, cause), None
+                            if not codec:
+                                raise
+                            self._note(f"{planned.steps[-1]}: {cause}; fetched in full instead, {codec}")
                     # Answers to what was asked for may still be on their way on this link.
                     first.drop()
-                    base = None
-                    planned = await self._plan(first, codec, None)
+                    planned = await self._plan(first, codec, base)
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -269,7 +281,10 @@ class _Pull:
         if steps[-1].version != self._version:
             raise WeightError(f"asked for weight version {self._version} and got a plan for {steps[-1]}")
         staging: memoryview | None = None
+        ahead = 0
         came = base if steps[0].base is not None else None
+        if came is None and steps[0].base is not None:
+            raise WeightError(f"{steps[0]} is a difference, and this agent holds no version")
         before = came.stream if came is not None else None
         manifest, digest = None, came.manifest.digest if came is not None else ""
         for number, step in enumerate(steps):
@@ -283,14 +298,15 @@ class _Pull:
                 # It lets go of the oldest version, whose memory can be staged in again.
                 self.relay.expect(step, signed, len(manifest.chunks))
             if staging is None:
-                staging = self._memory(manifest)
+                staging, ahead = self._memory(manifest, before)
+                self._in_place = ahead > 0
             if len(before or staging) != len(staging) or len(staging) != manifest.raw_nbytes:
                 raise WeightError(f"{step} is {manifest.raw_nbytes} bytes and its base {len(before or staging)}")
             last = number == len(steps) - 1
-            fetch = Fetch(manifest, before, staging, threads, self.rates, self._note, verify=last)
+            fetch = Fetch(manifest, before, staging, threads, self.rates, self._note, verify=last, ahead=ahead)
             await self._one_step(first, fetch, signed, other, fetch.claim(pushed))
             manifest = fetch.manifest
-            before = staging
+            before = None  # The next step is applied to what is staged.
         if manifest is None or staging is None:
             raise WeightError(f"weight version {self._version} has no way to come")
         return StagedWeights(
@@ -372,9 +388,9 @@ class _Pull:
             raise WeightError(f"{step} is a difference to other weights than this agent holds")
         return manifest
 
-    def _memory(self, manifest: Manifest) -> memoryview:
+    def _memory(self, manifest: Manifest, base: memoryview | None) -> tuple[memoryview, int]:
         try:
-            return self.memory(manifest.raw_nbytes)
+            return self.memory(manifest.raw_nbytes, base)
         except (OSError, MemoryError) as error:
             raise NoMemory(
                 f"no {manifest.raw_nbytes} bytes of memory to stage weight version {manifest.version}: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from functools import cache
 from typing import Any, Protocol
 
@@ -48,12 +49,17 @@ class Codec(Protocol):
         ...
 
     def decode(self, data: Bytes, base: Bytes | None, into: memoryview, dtype: str) -> None:
-        """Fills `into` with the chunk's bytes, which have the length that the manifest promises.
+        """Fills `into` with the chunk's bytes, which have the length that the manifest promises. Where a base is needed
+        and `base` is None, `into` holds it already, and is changed in place.
 
         Raises WeightError for data that is not of this codec; `into` may then hold anything. Never writes or
         allocates beyond what `into` and `data` have the size for.
         """
         ...
+
+
+_own = threading.local()
+"""Of a thread: its decompressor, which is made anew in as long as a small column takes to decompress."""
 
 
 @cache
@@ -84,6 +90,14 @@ def _packer() -> Any:
             write_content_size=True,
         )
     )
+
+
+def _unpacker() -> Any:
+    try:
+        return _own.unpacker
+    except AttributeError:
+        _own.unpacker = _zstd().ZstdDecompressor()
+        return _own.unpacker
 
 
 def pack(column: Column) -> list[Bytes]:
@@ -126,7 +140,7 @@ class Columns:
         try:
             if zstandard.frame_content_size(body) != raw_nbytes:
                 raise WeightError("a column of encoded weights announces another size than its content")
-            raw = zstandard.ZstdDecompressor().decompress(body, max_output_size=raw_nbytes)
+            raw = _unpacker().decompress(body, max_output_size=raw_nbytes)
         except zstandard.ZstdError as error:
             raise WeightError(f"a column of encoded weights can't be decompressed: {error}") from error
         if len(raw) != raw_nbytes:

@@ -27,9 +27,6 @@ ESCAPE = 255
 """In the column of high gaps: as much, and the gap goes on in the next byte. In that of sizes: see the wide ones."""
 HIGH_BITS = 6
 """Bits of the mean gap that its high part keeps; what is below them is noise, and stored so."""
-BLOCK_BYTES = 512 * 1024
-"""Copied and changed at once: what was just copied is still in the core's own cache."""
-
 Indices = npt.NDArray[np.int64]
 
 
@@ -45,19 +42,17 @@ class DeltaCodec:
         return encode_changes(indices, zigzag(steps), len(new) // WIDTHS.get(dtype, 1))
 
     def decode(self, data: Bytes, base: Bytes | None, into: memoryview, dtype: str) -> None:
-        if base is None or len(base) != len(into):
+        if base is not None and len(base) != len(into):
             raise WeightError("a delta needs as many bytes of its base version")
         kind = np.dtype(f"i{WIDTHS.get(dtype, 1)}")
-        values, before = np.frombuffer(into, kind), np.frombuffer(base, kind)
-        indices, folded = decode_changes(data, len(values), kind.itemsize)
-        steps = unfold(folded, kind)
-        each = BLOCK_BYTES // kind.itemsize
-        starts = range(0, len(values), each)
-        begin = 0
-        for start, end in zip(starts, np.searchsorted(indices, np.add(starts, each)).tolist()):
-            values[start : start + each] = before[start : start + each]
-            values[indices[begin:end]] += steps[begin:end]
-            begin = end
+        values = np.frombuffer(into, kind)
+        indices, steps = decode_changes(data, len(values), kind)
+        if base is not None:
+            values[:] = np.frombuffer(base, kind)
+        # Each of these lets other threads run; `np.add.at`, which is one pass, does not.
+        changed = values.take(indices, mode="clip")
+        changed += steps
+        values[indices] = changed
 
 
 def changed_elements(new: Bytes, base: Bytes, dtype: str) -> tuple[Indices, npt.NDArray[np.signedinteger]]:
@@ -104,12 +99,6 @@ def zigzag(steps: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.unsignedinteg
     return ((steps << 1) ^ (steps >> (8 * steps.itemsize - 1))).view(unsigned)
 
 
-def unfold(folded: npt.NDArray[np.unsignedinteger], kind: np.dtype[np.signedinteger]) -> npt.NDArray[np.signedinteger]:
-    """The inverse of `zigzag`."""
-    one = folded.dtype.type(1)
-    return ((folded >> one) ^ (~(folded & one) + one)).view(kind)
-
-
 def encode_changes(indices: Indices, folded: npt.NDArray[np.unsignedinteger], elements: int) -> bytes:
     """Columns of changed places and of steps behind their header. A folded step is at least 1: nothing else changed."""
     low_bits = low_bits_of(len(indices), elements)
@@ -150,8 +139,13 @@ def gap_tokens(high: Indices) -> npt.NDArray[np.uint8]:
     return np.insert(tokens, np.repeat(long, high[long] // ESCAPE), ESCAPE)
 
 
-def decode_changes(data: Bytes, elements: int, width: int) -> tuple[Indices, npt.NDArray[np.unsignedinteger]]:
-    """The inverse of `encode_changes`; every index is within `elements`. Raises WeightError."""
+def decode_changes(
+    data: Bytes, elements: int, kind: np.dtype[np.signedinteger]
+) -> tuple[Indices, npt.NDArray[np.signedinteger]]:
+    """Indices and steps of the changed elements, as `changed_elements` says them; `kind` is that of an element's bits.
+
+    Indices ascend, and every one is within `elements`. Raises WeightError.
+    """
     if len(data) < HEADER.size:
         raise WeightError(f"a delta chunk has {len(data)} bytes, less than its header")
     count, tokens_count, low_bits = HEADER.unpack(memoryview(data)[: HEADER.size])
@@ -162,40 +156,49 @@ def decode_changes(data: Bytes, elements: int, width: int) -> tuple[Indices, npt
     low = columns.take(count, exactly=True) if low_bits else None
     signs = np.unpackbits(columns.take((count + 7) // 8, exactly=True), count=count)
     narrow = columns.take(count, exactly=True)
-    unsigned = np.dtype(f"u{width}")
-    wide = columns.take(count * width)
+    wide = columns.take(count * kind.itemsize)
     columns.end()
     indices = _indices(tokens, low, low_bits, count, elements)
-    sizes = narrow.astype(unsigned)
+    steps = narrow.astype(kind)
     at = places_of(narrow == ESCAPE)
-    if len(at) * width != len(wide):
+    if len(at) * kind.itemsize != len(wide):
         raise WeightError(f"a delta chunk has {len(wide)} bytes of wide steps, and {len(at)} steps that are wide")
-    sizes[at] = wide.view(unsigned)
-    sizes <<= unsigned.type(1)
-    sizes += unsigned.type(2)
-    sizes -= signs
-    return indices, sizes
+    steps[at] = wide.view(kind)
+    steps += kind.type(1)
+    # -x is ~x + 1, and a mask of ones is -1.
+    minus = signs.astype(kind)
+    np.negative(minus, out=minus)
+    steps ^= minus
+    steps -= minus
+    return indices, steps
 
 
 def _indices(
     tokens: npt.NDArray[np.uint8], low: npt.NDArray[np.uint8] | None, low_bits: int, count: int, elements: int
 ) -> Indices:
-    escapes = places_of(tokens == ESCAPE)
-    if len(tokens) - len(escapes) != count or (len(escapes) and escapes[-1] == len(tokens) - 1):
+    ends = tokens != ESCAPE
+    if np.count_nonzero(ends) != count or (len(ends) and not ends[-1]):
         raise WeightError("a delta chunk's gaps are not those of its changes")
-    # Sums of gaps are sums of their parts.
-    indices = np.cumsum(tokens, dtype=np.int64)
-    if len(escapes):
-        ends = np.ones(len(tokens), bool)
-        ends[escapes] = False
-        indices = indices[ends]
-    if low is not None:
+    # Sums of gaps are sums of their parts; behind each gap is the changed element itself.
+    sums = tokens.astype(np.int64)
+    if low is None:
+        sums += ends
+        indices = _sums(sums)[ends]
+    else:
+        indices = _sums(sums)[ends]
         indices <<= low_bits
-        indices += np.cumsum(low, dtype=np.int64)
-    indices += np.arange(count)
+        rest = low.astype(np.int64)
+        rest += 1
+        indices += _sums(rest)
+    indices -= 1
     if count and indices[-1] >= elements:
         raise WeightError(f"a delta chunk changes element {int(indices[-1])} of {elements}")
     return indices
+
+
+def _sums(numbers: Indices) -> Indices:
+    """Of each with those before it, in place: from bytes at once it takes as long, and no other thread runs."""
+    return np.add.accumulate(numbers, out=numbers)
 
 
 def entropy_bound_bytes(new: Bytes, base: Bytes, dtype: str) -> float:
