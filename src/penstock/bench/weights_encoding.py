@@ -52,10 +52,10 @@ def beside_its_encoding(link: ShapedLink, rate_mbit_s: float, pair: list[Path], 
             parts.callback(instance.kill)
             instance.said()
         try:
-            for process in (store, *instances):
+            for process_id in (store.pid, *(instance.pid for instance in instances)):
                 group = parts.enter_context(processor_share(SHARE))
                 bound = check_that_it_binds(group)
-                group.hold(process.pid)
+                group.hold(process_id)
         except PenstockError as error:
             return [skipped(name, "x", str(error)) for name in names]
         link.shape(rate_mbit_s / FACTOR, LATENCY_S * FACTOR)

@@ -232,6 +232,10 @@ class Fetch:
             self._rates.decoded(self._coder.name, self._manifest.raw_nbytes, self._decode_s)
         return True
 
+    def end(self) -> None:
+        """Whoever waits no more: nothing of it is decoded beyond the chunks that threads are at."""
+        self._failed = True
+
     @property
     def _by_tensors(self) -> bool:
         """Whether raw chunks are verified by their tensors alone, and one by one only where a tensor is not as it

@@ -172,19 +172,29 @@ class _Pull:
                     except (LinkLost, TokenRefused, OtherProtocol):
                         raise
                     except (WeightError, ExceptionGroup) as error:
-                        cause = _first_cause(error) if isinstance(error, ExceptionGroup) else error
-                        if self._in_place and not isinstance(cause, GivenUp):
-                            self._note(f"{planned.steps[-1]}: {cause}; applied to another copy of the base instead")
-                        else:
-                            codec, base = _in_full(planned.steps[0], codec, cause), None
-                            if not codec:
-                                raise
-                            self._note(f"{planned.steps[-1]}: {cause}; fetched in full instead, {codec}")
+                        codec, base = self._otherwise(planned, codec, base, error)
+                        if not codec:
+                            raise
                     # Answers to what was asked for may still be on their way on this link.
                     first.drop()
                     planned = await self._plan(first, codec, base)
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
+
+    def _otherwise(
+        self, planned: Planned, codec: str, base: StagedWeights | None, error: WeightError | ExceptionGroup
+    ) -> tuple[str, StagedWeights | None]:
+        """The codec and the base with which a version is fetched again after `error`; no codec where that is no use."""
+        cause = _first_cause(error) if isinstance(error, ExceptionGroup) else error
+        if self._in_place and not isinstance(cause, GivenUp):
+            instead = "applied to a copy of the base instead"
+        else:
+            codec, base = _in_full(planned.steps[0], codec, cause), None
+            instead = f"fetched in full instead, {codec}"
+        if codec:
+            self.forget()
+            self._note(f"{planned.steps[-1]}: {cause}; {instead}")
+        return codec, base
 
     async def _plan(self, first: Reconnecting, codec: str, base: StagedWeights | None) -> Planned:
         """How the version comes, with the first manifest and, on a link of its own, the first chunks behind it."""
@@ -349,6 +359,7 @@ class _Pull:
             while not await fetch.finish():
                 await fetch.run(first)
         finally:
+            fetch.end()
             self._fetched += fetch.bytes_fetched
             if kept is not None:
                 kept.close()
