@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
+from importlib.util import find_spec
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,12 +13,15 @@ from hypothesis import strategies as st
 
 from penstock.errors import WeightError
 from penstock.weights.codecs import CODECS as ALL_CODECS
-from penstock.weights.codecs import get_codec
+from penstock.weights.codecs import delta, fused, get_codec
 from penstock.weights.codecs.delta import HEADER, changed_elements, entropy_bound_bytes
+from penstock.weights.codecs.fused import compiled
 from penstock.weights.encodings import can_zipnn
 from penstock.weights.plan import DTYPE_BYTES
 
 SEED = 20_261_121
+LOOPS = [lambda width: None, *([compiled] if find_spec("numba") else [])]
+"""By which a difference is applied: NumPy's, and the compiled one where Numba is installed."""
 CODECS = [name for name in ALL_CODECS if name != "zipnn" or can_zipnn()]
 
 
@@ -39,16 +43,21 @@ def stepped(data: bytes, share: float, width: int, seed: int = SEED) -> bytes:
 
 
 def through(name: str, new: bytes, base: bytes | None, dtype: str) -> bytes:
-    """Decoded to memory of its own and, what is applied to a base, in place: both must be the same."""
+    """Decoded to memory of its own and, what is applied to a base, in place, by every loop: all must be the same."""
     codec = get_codec(name)
-    into = bytearray(len(new))
     data = codec.encode(new, base, dtype)
-    codec.decode(data, base, memoryview(into), dtype)
-    if codec.needs_base and base is not None:
-        changed = bytearray(base)
-        codec.decode(data, None, memoryview(changed), dtype)
-        assert changed == into
-    return bytes(into)
+    found = []
+    for loop in LOOPS if codec.needs_base else LOOPS[:1]:
+        with mock.patch.object(delta, "applier", loop):
+            into = bytearray(len(new))
+            codec.decode(data, base, memoryview(into), dtype)
+            found.append(bytes(into))
+            if codec.needs_base and base is not None:
+                changed = bytearray(base)
+                codec.decode(data, None, memoryview(changed), dtype)
+                found.append(bytes(changed))
+    assert len(set(found)) == 1
+    return found[0]
 
 
 @pytest.mark.parametrize("dtype", list(DTYPE_BYTES))
@@ -161,10 +170,17 @@ def test_data_that_was_tampered_with_is_an_error_or_other_bytes_and_never_harm(
         wire[at % len(wire)] ^= change
     data = bytes(wire[: max(0, len(wire) - cut)])
     for before in (base, None):
-        guarded = bytearray(len(new) + 16)
-        with contextlib.suppress(WeightError):
-            codec.decode(data, before, memoryview(guarded)[8:-8], "BF16")
-        assert guarded[:8] == guarded[-8:] == bytes(8)
+        found = []
+        for loop in LOOPS:
+            guarded = bytearray(len(new) + 16)
+            try:
+                with mock.patch.object(delta, "applier", loop):
+                    codec.decode(data, before, memoryview(guarded)[8:-8], "BF16")
+                found.append(bytes(guarded))
+            except WeightError as error:
+                found.append(str(error))
+            assert guarded[:8] == guarded[-8:] == bytes(8)
+        assert len(set(found)) == 1
 
 
 def test_a_decompression_bomb_is_refused_before_it_is_unpacked() -> None:
@@ -180,5 +196,41 @@ def test_a_gap_beyond_the_chunk_is_refused() -> None:
     far = bytearray(trained(1000, "BF16"))
     base = bytes(far)
     far[1999] ^= 1
-    with pytest.raises(WeightError, match="changes element 999 of 500"):
-        codec.decode(codec.encode(bytes(far), base, "BF16"), base[:1000], memoryview(bytearray(1000)), "BF16")
+    for loop in LOOPS:
+        with mock.patch.object(delta, "applier", loop):
+            with pytest.raises(WeightError, match="changes element 999 of 500"):
+                codec.decode(codec.encode(bytes(far), base, "BF16"), base[:1000], memoryview(bytearray(1000)), "BF16")
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32", "F64"])
+def test_weights_that_lie_at_odd_addresses_are_changed_as_well(dtype: str) -> None:
+    base = trained(5000, "BF16") * 4
+    new = stepped(base, 0.02, 2)
+    codec = get_codec("delta")
+    for loop in LOOPS:
+        with mock.patch.object(delta, "applier", loop):
+            memory = bytearray(len(base) + 1)
+            memory[1:] = base
+            codec.decode(codec.encode(new, base, dtype), None, memoryview(memory)[1:], dtype)
+            assert memory[1:] == new
+
+
+def test_until_the_loop_is_compiled_and_where_it_does_not_compile_numpy_does_the_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(width: int) -> fused.Apply:
+        raise RuntimeError("no such processor")
+
+    monkeypatch.setattr(fused, "_has_numba", lambda: True)
+    monkeypatch.setattr(fused, "_compile", broken)
+    monkeypatch.setattr(fused, "_threads", {})
+    monkeypatch.setattr(fused, "_ready", {})
+    base = trained(1000, "BF16")
+    new = stepped(base, 0.1, 2)
+    codec, into = get_codec("delta"), bytearray(len(new))
+    codec.decode(codec.encode(new, base, "BF16"), base, memoryview(into), "BF16")
+    assert into == new
+    assert compiled(2) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "differences are applied by NumPy, since Numba does not compile: no such processor"
+    ]

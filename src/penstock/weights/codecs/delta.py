@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from penstock.errors import WeightError
 from penstock.weights.codecs.base import Bytes, Column, Columns, pack
+from penstock.weights.codecs.fused import Apply, applier
 
 __all__ = ["DeltaCodec", "changed_elements", "entropy_bound_bytes"]
 
@@ -46,7 +47,16 @@ class DeltaCodec:
             raise WeightError("a delta needs as many bytes of its base version")
         kind = np.dtype(f"i{WIDTHS.get(dtype, 1)}")
         values = np.frombuffer(into, kind)
-        indices, steps = decode_changes(data, len(values), kind)
+        packed = PackedChanges(data, len(values), kind)
+        apply = applier(kind.itemsize) if values.flags.aligned else None
+        if apply is not None:
+            if base is not None:
+                values[:] = np.frombuffer(base, kind)
+            if not packed.apply(apply, values):
+                packed.unpacked()  # Says what is wrong with it.
+                raise WeightError("a delta chunk's columns do not fit together")
+            return
+        indices, steps = packed.unpacked()
         if base is not None:
             values[:] = np.frombuffer(base, kind)
         # Each of these lets other threads run; `np.add.at`, which is one pass, does not.
@@ -139,49 +149,67 @@ def gap_tokens(high: Indices) -> npt.NDArray[np.uint8]:
     return np.insert(tokens, np.repeat(long, high[long] // ESCAPE), ESCAPE)
 
 
-def decode_changes(
-    data: Bytes, elements: int, kind: np.dtype[np.signedinteger]
-) -> tuple[Indices, npt.NDArray[np.signedinteger]]:
-    """Indices and steps of the changed elements, as `changed_elements` says them; `kind` is that of an element's bits.
+class PackedChanges:
+    """The columns of one chunk, for `elements` whose bits are of `kind`. Raises WeightError."""
 
-    Indices ascend, and every one is within `elements`. Raises WeightError.
-    """
-    if len(data) < HEADER.size:
-        raise WeightError(f"a delta chunk has {len(data)} bytes, less than its header")
-    count, tokens_count, low_bits = HEADER.unpack(memoryview(data)[: HEADER.size])
-    if count > elements or low_bits > 8 or tokens_count > count + elements // ESCAPE:
-        raise WeightError(f"a delta chunk of {elements} elements claims {count} changes, which does not fit together")
-    columns = Columns(data, HEADER.size)
-    tokens = columns.take(tokens_count, exactly=True)
-    low = columns.take(count, exactly=True) if low_bits else None
-    signs = np.unpackbits(columns.take((count + 7) // 8, exactly=True), count=count)
-    narrow = columns.take(count, exactly=True)
-    wide = columns.take(count * kind.itemsize)
-    columns.end()
-    indices = _indices(tokens, low, low_bits, count, elements)
-    steps = narrow.astype(kind)
-    at = places_of(narrow == ESCAPE)
-    if len(at) * kind.itemsize != len(wide):
-        raise WeightError(f"a delta chunk has {len(wide)} bytes of wide steps, and {len(at)} steps that are wide")
-    steps[at] = wide.view(kind)
-    steps += kind.type(1)
-    # -x is ~x + 1, and a mask of ones is -1.
-    minus = signs.astype(kind)
-    np.negative(minus, out=minus)
-    steps ^= minus
-    steps -= minus
-    return indices, steps
+    def __init__(self, data: Bytes, elements: int, kind: np.dtype[np.signedinteger]) -> None:
+        if len(data) < HEADER.size:
+            raise WeightError(f"a delta chunk has {len(data)} bytes, less than its header")
+        count, tokens_count, low_bits = HEADER.unpack(memoryview(data)[: HEADER.size])
+        if count > elements or low_bits > 8 or tokens_count > count + elements // ESCAPE:
+            raise WeightError(
+                f"a delta chunk of {elements} elements claims {count} changes, which does not fit together"
+            )
+        columns = Columns(data, HEADER.size)
+        self._elements = elements
+        self._kind = kind
+        self._count = count
+        self._low_bits = low_bits
+        self._tokens = columns.take(tokens_count, exactly=True)
+        self._low = columns.take(count, exactly=True) if low_bits else self._tokens[:0]
+        self._signs = columns.take((count + 7) // 8, exactly=True)
+        self._narrow = columns.take(count, exactly=True)
+        wide = columns.take(count * kind.itemsize)
+        columns.end()
+        if len(wide) % kind.itemsize:
+            raise WeightError(f"a delta chunk has {len(wide)} bytes of wide steps of {kind.itemsize}")
+        # Where it is stored as it is, it lies anywhere.
+        self._wide = np.array(wide).view(kind)
+
+    def unpacked(self) -> tuple[Indices, npt.NDArray[np.signedinteger]]:
+        """Indices and steps of the changed elements, as `changed_elements` says them.
+
+        Indices ascend, and every one is within the elements. Raises WeightError.
+        """
+        indices = _indices(self._tokens, self._low, self._low_bits, self._count, self._elements)
+        steps = self._narrow.astype(self._kind)
+        at = places_of(self._narrow == ESCAPE)
+        if len(at) != len(self._wide):
+            raise WeightError(f"a delta chunk has {len(self._wide)} wide steps, and {len(at)} steps that are wide")
+        steps[at] = self._wide
+        steps += self._kind.type(1)
+        # -x is ~x + 1, and a mask of ones is -1.
+        minus = np.unpackbits(self._signs, count=self._count).astype(self._kind)
+        np.negative(minus, out=minus)
+        steps ^= minus
+        steps -= minus
+        return indices, steps
+
+    def apply(self, apply: Apply, values: npt.NDArray[np.signedinteger]) -> bool:
+        """Changes `values`, aligned, in one call. False where columns do not fit together."""
+        bits = np.dtype(f"u{self._kind.itemsize}")
+        return apply(
+            self._tokens, self._low, self._low_bits, self._signs, self._narrow, self._wide.view(bits), values.view(bits)
+        )
 
 
-def _indices(
-    tokens: npt.NDArray[np.uint8], low: npt.NDArray[np.uint8] | None, low_bits: int, count: int, elements: int
-) -> Indices:
+def _indices(tokens: Column, low: Column, low_bits: int, count: int, elements: int) -> Indices:
     ends = tokens != ESCAPE
     if np.count_nonzero(ends) != count or (len(ends) and not ends[-1]):
         raise WeightError("a delta chunk's gaps are not those of its changes")
     # Sums of gaps are sums of their parts; behind each gap is the changed element itself.
     sums = tokens.astype(np.int64)
-    if low is None:
+    if not low_bits:
         sums += ends
         indices = _sums(sums)[ends]
     else:

@@ -11,7 +11,7 @@ import torch
 
 from penstock.errors import WeightError
 from penstock.weights.codecs.base import Bytes, Column
-from penstock.weights.codecs.delta import ESCAPE, decode_changes, low_bits_of, packed_changes
+from penstock.weights.codecs.delta import ESCAPE, PackedChanges, low_bits_of, packed_changes
 
 __all__ = ["apply_delta", "encode_delta", "encode_deltas"]
 
@@ -47,7 +47,7 @@ def encode_deltas(new: torch.Tensor, base: torch.Tensor, chunk_bytes: int) -> li
 def apply_delta(data: Bytes, tensor: torch.Tensor) -> None:
     """Makes `tensor`, contiguous and holding the base, the new one. Raises WeightError, and then it is unchanged."""
     values = _bits(tensor)
-    indices, steps = decode_changes(data, values.numel(), np.dtype(f"i{values.element_size()}"))
+    indices, steps = PackedChanges(data, values.numel(), np.dtype(f"i{values.element_size()}")).unpacked()
     at = torch.from_numpy(indices).to(values.device)
     values[at] += torch.from_numpy(steps).to(values.device)
 
