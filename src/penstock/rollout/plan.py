@@ -479,9 +479,10 @@ def _handed_over(
         left[group] = left.get(group, 0.0) + table[max(0, so_far)]
     room = sum(engine.limit() for engine in engines if engine.remote)
     stay = first_ones([left[row[1]] for _, row in rows], room)
+    staying = {group for group in left if left[group] <= stay}
     for engine in engines:
         if engine.remote:
-            engine.keep({group for group in left if left[group] <= stay})
+            engine.keep(staying)
     waiting = [row for remote, row in rows if not remote or left[row[1]] > stay]
     return sorted(waiting, key=lambda row: left[row[1]])
 

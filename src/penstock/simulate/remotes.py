@@ -101,11 +101,13 @@ class Remotes:
 
     def new_version(self) -> None:
         """Every connected machine pulls the weights that were just published."""
+        pulling = self.coming()
         for held in self._held.values():
+            pulling += held.connected and held.machine.ready
             held.machine.ready = False
             held.ready_at = None
             if held.connected:
-                self._pull(held)
+                self._pull(held, pulling)
 
     def pull_s(self, pulling: int, node: str = "") -> float:
         """Weights to so many machines at once."""
@@ -164,13 +166,13 @@ class Remotes:
         def up() -> None:
             if self._held.get(held.machine.name) is held:
                 held.connected = True
-                self._pull(held)
+                self._pull(held, self.coming())
 
         self.world.clock.after(held.machine.profile.boot_s, up)
 
-    def _pull(self, held: _Held) -> None:
+    def _pull(self, held: _Held, pulling: int) -> None:
+        """`pulling`: machines that share the store's link, this one among them."""
         step = self.world.step
-        pulling = sum(other.connected and not other.machine.ready for other in self._held.values())
 
         def ready() -> None:
             if self._held.get(held.machine.name) is held and self.world.step is step:
