@@ -135,6 +135,7 @@ class WeightLoader:
     def serves(self, staged: StagedWeights) -> None:
         """The engine serves `staged`: only now is it what differences are applied to."""
         self._base = staged if self._keeps else None
+        self._rates.cores = usable_cores()  # A container may be given more or fewer while it runs.
         if self._keeps and any(step.base is not None for step in staged.steps):
             # So comes the next one, as far as anybody knows.
             self._ahead.begin(staged.stream)

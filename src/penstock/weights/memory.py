@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -72,5 +74,44 @@ def _is_free(mapped: mmap.mmap) -> bool:
 
 
 def usable_cores() -> int:
-    """That this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """That this process may run on, and for which its container has processor time: more threads share no more of it,
+    and only take each other's turns and caches."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(cores, _quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))))
+
+
+def _quota(groups: Path, root: Path) -> float:
+    """Cores' worth of processor time by the least quota on the way to this process's cgroup; infinite without one.
+
+    Of cgroups v2 (`cpu.max`) or v1 (`cpu.cfs_quota_us`). Within a container `groups` may name a path of the host's,
+    which is not to be seen there; its own quota then stands at the root.
+    """
+    found = math.inf
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "cpu" if controllers else root
+        group = top / path.lstrip("/")
+        while group.is_relative_to(top):
+            found = min(found, _quota_of(group))
+            if group == top:
+                break
+            group = group.parent
+    return found
+
+
+def _quota_of(group: Path) -> float:
+    """Cores; infinite where nothing is said of them. v1 says -1 for that, v2 "max"."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            quota_us, period_us = " ".join((group / name).read_text() for name in names).split()
+            if int(quota_us) > 0:
+                return int(quota_us) / int(period_us)
+        except (OSError, ValueError):
+            continue
+    return math.inf
