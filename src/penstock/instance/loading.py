@@ -16,7 +16,7 @@ from pathlib import Path
 from penstock.errors import EngineError, WeightError
 from penstock.weights.ahead import Ahead
 from penstock.weights.choose import CODEC_CHOICES, QUANTIZED, Rates
-from penstock.weights.encodings import can_zipnn
+from penstock.weights.encodings import can_zipnn, compile_ahead
 from penstock.weights.manifest import Manifest, StagedWeights, encode_manifest
 from penstock.weights.memory import Recycled, usable_cores
 from penstock.weights.protocol import Layout
@@ -136,6 +136,8 @@ class WeightLoader:
         """The engine serves `staged`: only now is it what differences are applied to."""
         self._base = staged if self._keeps else None
         self._rates.cores = usable_cores()  # A container may be given more or fewer while it runs.
+        if self._keeps:
+            compile_ahead(staged.manifest)
         if self._keeps and any(step.base is not None for step in staged.steps):
             # So comes the next one, as far as anybody knows.
             self._ahead.begin(staged.stream)

@@ -23,6 +23,7 @@ __all__ = [
     "Estimate",
     "can_zipnn",
     "codec_of",
+    "compile_ahead",
     "decode_chunk",
     "draft_of",
     "encode",
@@ -74,6 +75,18 @@ def can_zipnn() -> bool:
     except ImportError:
         return False
     return has_zipnn()
+
+
+def compile_ahead(manifest: Manifest) -> None:
+    """Has what differences to this version will be applied with compiled, on threads, where it can be: at the first
+    difference somebody waits."""
+    try:
+        from penstock.weights.codecs.delta import WIDTHS
+        from penstock.weights.codecs.fused import applier
+    except ImportError:
+        return  # Without numpy nothing comes as a difference.
+    for dtype in {tensor.dtype for tensor in manifest.tensors}:
+        applier(WIDTHS.get(dtype, 1))
 
 
 def draft_of(raw: Manifest, codec: str, base: Manifest | None) -> Manifest:
