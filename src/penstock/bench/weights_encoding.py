@@ -47,7 +47,7 @@ def beside_its_encoding(link: ShapedLink, rate_mbit_s: float, pair: list[Path], 
         parts.callback(proxies.kill)
         address = proxies.said()
         # Encoded when the first one asks for it; for the second it is there.
-        instances = [TalkingProcess(INSTANCE, address, "delta", "") for _ in names]
+        instances = [TalkingProcess(INSTANCE, address, "delta", "", "alone") for _ in names]
         for instance in instances:
             parts.callback(instance.kill)
             instance.said()

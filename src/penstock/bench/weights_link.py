@@ -97,16 +97,18 @@ async def _be_proxies(target: str, count: int) -> None:
 
 
 def be_an_instance() -> None:
-    """An instance in this process, that passes weights on: `address codec ways`.
+    """An instance in this process: `address codec ways`, and passes weights on unless `alone` is behind them.
 
     Gets version 0 and says "ready"; then gets each version that a line of standard input names, says when it was there
     (the machine's monotonic clock), serves it, and says "ready" once the next one can come as it would after a step.
     """
-    asyncio.run(_be_an_instance(sys.argv[1], sys.argv[2], sys.argv[3]))
+    address, codec, ways, *rest = sys.argv[1:]
+    asyncio.run(_be_an_instance(address, codec, ways, None if rest == ["alone"] else 0))
 
 
-async def _be_an_instance(store: str, codec: str, ways: str) -> None:
-    loader = WeightLoader(TOKEN, codec=codec, connections=4, relay_port=0, ways=ways.split(",") if ways else [])
+async def _be_an_instance(store: str, codec: str, ways: str, relay_port: int | None) -> None:
+    by = ways.split(",") if ways else []
+    loader = WeightLoader(TOKEN, codec=codec, connections=4, relay_port=relay_port, ways=by)
     loader.serves(await loader.pull(store, 0, 300))
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
