@@ -41,6 +41,7 @@ UNDECIDED = ("dev",)
 EXTRAS = {
     "datasets": "Hugging Face data sets",
     "lora": "LoRA adapters",
+    "fast": "differences of weights, compiled",
     "tensorboard": "TensorBoard",
     "wandb": "Weights & Biases",
     "verifiers": "environments of verifiers",
