@@ -48,17 +48,15 @@ class DeltaCodec:
         kind = np.dtype(f"i{WIDTHS.get(dtype, 1)}")
         values = np.frombuffer(into, kind)
         packed = PackedChanges(data, len(values), kind)
+        if base is not None:
+            values[:] = np.frombuffer(base, kind)
         apply = applier(kind.itemsize) if values.flags.aligned else None
         if apply is not None:
-            if base is not None:
-                values[:] = np.frombuffer(base, kind)
             if not packed.apply(apply, values):
                 packed.unpacked()  # Says what is wrong with it.
                 raise WeightError("a delta chunk's columns do not fit together")
             return
         indices, steps = packed.unpacked()
-        if base is not None:
-            values[:] = np.frombuffer(base, kind)
         # Each of these lets other threads run; `np.add.at`, which is one pass, does not.
         changed = values.take(indices, mode="clip")
         changed += steps
