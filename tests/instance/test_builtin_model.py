@@ -11,7 +11,7 @@ import torch
 from builtin_models import COMMON, VOCAB, core_for, fresh_logprobs, run_to_end, staged, start, tiny_model
 
 from penstock.errors import CheckpointError, EngineError
-from penstock.instance.builtin.checkpoint import read_folder, stage_folder, tensors_of_staged
+from penstock.instance.builtin.checkpoint import read_folder, serving_dtype, stage_folder, tensors_of_staged
 from penstock.instance.builtin.core import BuiltinCore, CoreOptions
 from penstock.instance.builtin.kv_cache import KVCache, plan_cache
 from penstock.instance.builtin.model import Decoder, build_weights
@@ -97,11 +97,40 @@ def test_bfloat16_stays_near_the_float32_model() -> None:
     torch.testing.assert_close(torch.tensor(outputs.logprobs[0]), fresh, atol=0.1, rtol=0)
 
 
-def test_weights_in_bfloat16_are_served_in_bfloat16_unless_told_otherwise() -> None:
+def test_weights_in_bfloat16_are_served_in_bfloat16_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
     model = tiny_model("qwen2").to(torch.bfloat16)
     assert core_for(model).dtype is torch.bfloat16
     assert core_for(model, dtype=torch.float32).dtype is torch.float32
     assert core_for(model.to(torch.float16)).dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("processor", "capability", "dtype"),
+    [
+        ("x86_64", "AVX2", torch.float32),
+        ("x86_64", "DEFAULT", torch.float32),
+        ("x86_64", "AVX512", torch.bfloat16),
+        ("aarch64", "DEFAULT", torch.bfloat16),
+    ],
+)
+def test_a_processor_that_is_slow_in_bfloat16_serves_such_weights_in_float32(
+    monkeypatch: pytest.MonkeyPatch, processor: str, capability: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: processor)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    model = tiny_model("qwen2").to(torch.bfloat16)
+    core = core_for(model)
+    assert core.dtype is dtype
+    assert core_for(model, dtype=torch.bfloat16).dtype is torch.bfloat16
+    outputs = run_to_end(core, [start(0, [5, 6, 7], Sampling(max_new_tokens=16))])
+    # The same weights in a model that never was in bfloat16, whose rotary frequencies are whole.
+    whole = tiny_model("qwen2")
+    whole.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
+    fresh = fresh_logprobs(whole, [5, 6, 7], outputs.tokens[0])
+    allowed = 1e-4 if dtype is torch.float32 else 0.1
+    torch.testing.assert_close(torch.tensor(outputs.logprobs[0]), fresh, atol=allowed, rtol=0)
+    assert serving_dtype(model.state_dict().values(), torch.device("cuda")) is torch.bfloat16
 
 
 def spec_of(**options: Any) -> ModelSpec:

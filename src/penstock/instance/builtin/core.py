@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.errors import EngineError
-from penstock.instance.builtin.checkpoint import tensors_of_staged
+from penstock.instance.builtin.checkpoint import serving_dtype, tensors_of_staged
 from penstock.instance.builtin.draw import DrawRows, draw, draw_rows
 from penstock.instance.builtin.kv_cache import CachePlan, KVCache, plan_cache
 from penstock.instance.builtin.model import Decoder, DecoderWeights, build_weights
@@ -40,7 +40,7 @@ _ATTENDED_MULTIPLE = 16
 class CoreOptions:
     device: torch.device
     dtype: torch.dtype | None = None
-    """None takes the first weights' own dtype (float16 becomes float32)."""
+    """None takes the first weights' own dtype, or float32: see `serving_dtype`."""
     max_running: int = 64
     max_context_tokens: int = 2048
     """Prompt and output of one sequence; the model's own limit holds where it is lower."""
@@ -173,7 +173,7 @@ class BuiltinCore:
             share = spec.share_of(ranks.count)
             own = share_of_staged(staged, spec, 0, ranks.count)
         tensors = tensors_of_staged(own)
-        dtype = self.dtype or _serving_dtype(tensors)
+        dtype = self.dtype or serving_dtype(tensors.values(), self.options.device)
         # Prepared in host memory where the device is another: the swap then copies in place, and the device never
         # holds two versions.
         weights = build_weights(share, tensors, dtype, torch.device("cpu"))
@@ -489,9 +489,3 @@ class BuiltinCore:
         self._ended.clear()
         if delta.leases:
             self._deltas.append(delta)
-
-
-def _serving_dtype(tensors: dict[str, torch.Tensor]) -> torch.dtype:
-    """The weights' own dtype; float16, which overflows in these models, is served as float32."""
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    return torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32

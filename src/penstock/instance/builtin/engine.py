@@ -59,7 +59,8 @@ class BuiltinEngine:
         progress: memoryview | None = None,
         tensor_parallel: int = 1,
     ) -> None:
-        """`dtype` None takes the weights' own; `threads` None leaves PyTorch's choice of CPU threads.
+        """`dtype` None takes the weights' own, or float32 where that is slow (`serving_dtype`); `threads` None leaves
+        PyTorch's choice of CPU threads.
 
         `progress`: 8 writable bytes (of a mapped file, say) that hold the number of output tokens drawn, as a
         little-endian uint64, after every step. `max_context_tokens` 0 takes what `fit_context` gives.
