@@ -83,12 +83,16 @@ def clairvoyant(profile: Profile, seed: int, order: str) -> Callable[[int], list
 
 
 profiles = st.builds(
-    lambda kv, places, base, sequence, context, faster, training, reserved, spread, prompts, switch, reward: (
+    lambda kv, places, base, sequence, context, faster, training, reserved, spread, prompts, switch, reward, pull: (
         small_profile(
             prompts=prompts,
             reserved_instances=reserved,
+            difference_gb=pull[0],
+            encode_s=pull[1],
             spot=MACHINE.model_copy(
                 update={
+                    "apply_s": pull[2],
+                    "load_s": pull[3],
                     "kv_tokens": kv,
                     "max_running": places,
                     "step_base_s": base,
@@ -115,6 +119,9 @@ profiles = st.builds(
     st.integers(1, 16),
     st.sampled_from([0.0, 0.3, 3.0]),
     st.sampled_from([0.0, 1.0]),
+    st.sampled_from(
+        [(None, 0.0, 0.0, 0.0), (None, 0.0, 0.0, 0.5), (0.0, 0.0, 0.0, 0.0), (0.02, 0.2, 0.1, 0.1), (0.5, 2, 0, 0)]
+    ),
 )
 
 
@@ -144,7 +151,7 @@ def test_no_policy_beats_the_bound_even_one_that_knows_the_lengths(
     trace = from_counts(series, 1e6, seed)
     if name == "any":
         rng = random.Random(seed)
-        strategy = Strategy("any", AnyBalance(rng, width), AnyWindow(rng), FixedSize(4))
+        strategy = Strategy("any", AnyBalance(rng, width), AnyWindow(rng), FixedSize(4), differences=seed % 2 == 0)
     else:
         strategy = make_strategy(name, profile, ceiling=4)
     samples = clairvoyant(profile, seed, order)
@@ -206,6 +213,23 @@ def test_a_run_on_a_trace_takes_at_least_as_long_as_with_all_its_machines_all_th
     all_s = least_run_s(profile, static_trace(4, 1e9), 4, samples, 3)
     assert least_run_s(profile, coming, 4, samples, 3) > all_s
     assert least_run_s(profile, static_trace(9, 1e9), 4, samples, 3) == pytest.approx(all_s)
+
+
+def test_only_the_first_version_of_a_machine_is_pulled_whole_in_the_bound_of_a_run() -> None:
+    whole = small_profile(weights_gb=10.0)
+    changed = whole.model_copy(update={"difference_gb": 0.1})
+    one, three = (
+        [least_run_s(p, static_trace(4, 1e9), 4, clairvoyant(p, 0, "as they are"), steps) for p in (whole, changed)]
+        for steps in (1, 3)
+    )
+    assert one[0] == one[1]
+    assert three[1] < three[0] - 1
+    # Who comes in mid-run has to pull its first version whole, whatever it costs to follow.
+    coming = from_counts([(0.0, 0), (30.0, 4)], 1e6)
+    free = whole.model_copy(update={"difference_gb": 0.0})
+    assert least_run_s(free, coming, 4, clairvoyant(free, 0, "as they are"), 6) > least_run_s(
+        small_profile(weights_gb=0.0), coming, 4, clairvoyant(free, 0, "as they are"), 6
+    )
 
 
 def test_prices_that_change_within_a_step_say_more_where_machines_are_plenty(monkeypatch: pytest.MonkeyPatch) -> None:

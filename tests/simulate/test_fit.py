@@ -129,6 +129,32 @@ def test_the_machine_that_made_the_log_is_found() -> None:
     assert profile.lengths.growth_per_step == pytest.approx(0.05, rel=0.01)
 
 
+def came(version: int, wall_s: float, nbytes: int, way: str) -> Event:
+    return events.WeightsLoaded(ts=0.0, instance="a", version=version, nbytes=nbytes, wall_s=wall_s, way=way)
+
+
+@pytest.mark.parametrize(("wall_s", "nbytes"), [(0.3, 10**7), (0.21, 2 * 10**8), (0.201, 2 * 10**8)])
+def test_differences_take_as_long_as_they_took_and_a_new_machine_the_time_of_a_whole_version(
+    wall_s: float, nbytes: int
+) -> None:
+    log = [event for event in log_of(worked(random.Random(1), "a")) if not isinstance(event, events.WeightsLoaded)]
+    log += [came(0, 1.0, 10**9, "raw by tcp"), *(came(v, wall_s, nbytes, "delta by tcp") for v in range(1, 5))]
+    profile = fit_profile(gather(log)).profile
+    assert profile.agent_pull_s() == pytest.approx(1.0)
+    assert profile.agent_pull_s(difference=True) == pytest.approx(wall_s)
+
+
+@pytest.mark.parametrize("way", ["delta by tcp", "raw by shm"])
+def test_where_one_kind_of_pull_was_seen_or_differences_were_no_faster_all_count_alike(way: str) -> None:
+    log = [event for event in log_of(worked(random.Random(1), "a")) if not isinstance(event, events.WeightsLoaded)]
+    alone = fit_profile(gather([*log, *(came(v, 0.5, 10, way) for v in range(5))])).profile
+    assert alone.difference_gb is None
+    assert alone.agent_pull_s(difference=True) == alone.pull_s() == pytest.approx(0.5)
+    slower = fit_profile(gather([*log, came(0, 0.2, 10, "raw by tcp"), came(1, 0.5, 10, way)])).profile
+    assert slower.difference_gb is None
+    assert slower.pull_s() == pytest.approx(0.35, rel=0.2)
+
+
 def test_noise_and_a_few_stalls_do_not_bend_it() -> None:
     rng = random.Random(2)
     stalled = worked(rng, "c", rows=3, slowness=8.0)

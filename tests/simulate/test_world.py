@@ -20,6 +20,7 @@ from penstock.simulate.baselines import STRATEGIES, make_strategy
 from penstock.simulate.lengths import step_samples
 from penstock.simulate.machine import Machine, SimSample
 from penstock.simulate.outcome import Outcome
+from penstock.simulate.profiles import shipped, shipped_names
 from penstock.simulate.strategy import FixedSize, Strategy
 from penstock.simulate.traces import Change, Trace, from_counts, static_trace
 from penstock.simulate.world import World, simulate
@@ -252,3 +253,100 @@ def test_a_machine_that_has_its_weights_first_leaves_the_others_their_share() ->
     names = [name for _, name, _ in given]
     assert names.count("node0") == names.count("slow:1") == 8
     assert given[0][0] < given[-1][0]
+
+
+DIFFERING = {
+    "difference_gb": 0.01,
+    "encode_s": 0.1,
+    "spot": MACHINE.model_copy(update={"apply_s": 0.16, "load_s": 0.2}),
+}
+"""A whole version takes 0.8 s on its link, and a difference 0.16 s + (0.1 s + 0.008 s) / 16; both are loaded then."""
+WHOLE_S, DIFFERENCE_S = 1.0, 0.36675
+
+
+def pulls(world: World, steps: int) -> list[tuple[int, str, float]]:
+    """(step, machine, seconds from the beginning of the step) of everyone who got a version."""
+    found: list[tuple[int, str, float]] = []
+    dispatch = world.dispatch
+
+    def noted() -> None:
+        if world.step is not None:
+            for held in world.remotes._held.values():
+                row = (world.step.number, held.machine.name)
+                if held.machine.ready and row not in [seen[:2] for seen in found]:
+                    found.append((*row, (held.ready_at or 0.0) - world.step.began_s))
+        dispatch()
+
+    world.dispatch = noted  # type: ignore[method-assign]
+    world.run(steps=steps)
+    return found
+
+
+def test_who_holds_the_version_before_pulls_a_difference_and_who_has_just_come_the_whole() -> None:
+    profile = small_profile(**DIFFERING)
+    calm = simulate(profile, static_trace(1, 1e9), make_strategy("penstock", profile, machines=1), steps=2)
+    joins_s = calm.steps[1].began_s + 0.1 - MACHINE.boot_s
+    trace = Trace((Change(0.0, "a", True), Change(joins_s, "b", True)), 1e9)
+    world = World(profile, trace, make_strategy("penstock", profile, machines=2))
+    times = {row[:2]: row[2] for row in pulls(world, 3)}
+    assert times[0, "a"] == pytest.approx(WHOLE_S)
+    assert [times[1, "a"], times[2, "a"], times[2, "b"]] == pytest.approx([DIFFERENCE_S] * 3)
+    assert times[1, "b"] == pytest.approx(0.1 + WHOLE_S, abs=0.05)
+
+
+def test_who_was_given_back_or_missed_a_version_pulls_the_next_one_whole() -> None:
+    profile = small_profile(**DIFFERING, prompts=4)
+    kinds = {"late": profile.spot.model_copy(update={"link_gbit_s": 0.2, "boot_s": 0.0})}
+    profile = profile.model_copy(update={"kinds": kinds})
+    calm = simulate(profile, static_trace(1, 1e9), make_strategy("penstock", profile, machines=1), steps=2)
+    again_s = calm.steps[0].times.step_s - 0.5
+    back = (Change(again_s, "b", False), Change(again_s + 0.1, "b", True))
+    trace = Trace((Change(0.0, "a", True), Change(0.0, "b", True), Change(0.0, "late:1", True), *back), 1e9)
+    world = World(profile, trace, make_strategy("penstock", profile, machines=3))
+    times = {row[:2]: row[2] for row in pulls(world, 12)}
+    assert all(times[number, "a"] == pytest.approx(DIFFERENCE_S) for number in range(1, 12))
+    after = min(number for number, name in times if name == "b" and number > 0)
+    assert times[after, "b"] >= WHOLE_S
+    assert times[after + 1, "b"] == pytest.approx(DIFFERENCE_S)
+    # 40 s for a whole version, and no step is as long: it never gets one, nor ever pulls a difference.
+    assert max(step.times.step_s for step in world.outcome.steps) < 40
+    assert not any(name == "late:1" for _, name in times)
+
+
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_baselines_pull_whole_versions_and_a_profile_without_differences_has_none(name: str) -> None:
+    ours = name.startswith("penstock")
+    profile = small_profile(**DIFFERING)
+    without = profile.model_copy(update={"difference_gb": None})
+    worlds = [World(p, static_trace(2, 1e9), make_strategy(name, p, machines=2)) for p in (profile, without)]
+    times = [[row[2] for row in pulls(world, 3) if row[0] > 0] for world in worlds]
+    assert bool(times[0] and times[1]) == (name != "colocated")
+    assert times[0] == pytest.approx([DIFFERENCE_S if ours else 0.8] * len(times[0]))
+    assert times[1] == pytest.approx([WHOLE_S if ours else 0.8] * len(times[1]))
+
+
+def test_a_difference_pays_for_what_takes_longest_and_a_part_of_the_rest() -> None:
+    profile = small_profile(**DIFFERING)
+
+    def seconds(**changes: object) -> float:
+        return profile.model_copy(update=changes).agent_pull_s(difference=True) - 0.2
+
+    assert seconds() == pytest.approx(0.16 + 0.108 / 16)
+    assert seconds(encode_s=0.5) == pytest.approx(0.5 + 0.168 / 16)
+    assert seconds(difference_gb=0.5) == pytest.approx(0.4 + 0.26 / 16)
+    # More than the whole: then it comes whole.
+    assert seconds(encode_s=3.0) == pytest.approx(0.8)
+    assert profile.agent_pull_s(sharing=40, difference=True) == pytest.approx(0.2 + 0.16 + 0.18 / 16)
+    assert profile.least_pull_s() == pytest.approx(0.36675)
+    assert small_profile().agent_pull_s(difference=True) == small_profile().least_pull_s() == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_a_shipped_difference_costs_no_less_than_was_measured(name: str) -> None:
+    """On the cores that a host is said to have: 80 times smaller, 2.5 and 6 GB/s a core, and PCIe's peak."""
+    profile = shipped(name)
+    assert profile.difference_gb == pytest.approx(profile.weights_gb / 80, rel=0.01)
+    assert profile.encode_s >= profile.weights_gb / 2.5 / 48
+    assert profile.spot.apply_s >= profile.weights_gb / 6 / 12
+    assert profile.spot.load_s >= profile.weights_gb / 128
+    assert profile.agent_pull_s(difference=True) < profile.pull_s()

@@ -112,7 +112,8 @@ def predict(fitted: Fitted, setting: Setting, steps: int) -> float:
     trace = _trace(fitted, setting)
     found = []
     for seed in range(SEEDS):
-        strategy = Strategy("run", Balanced(profile.max_pending_per_instance), None, FixedSize(len(KINDS) << 10))
+        balance, size = Balanced(profile.max_pending_per_instance), FixedSize(len(KINDS) << 10)
+        strategy = Strategy("run", balance, None, size, differences=True)
         outcome = simulate(profile, trace, strategy, steps=steps, seed=seed)
         found.append(outcome.wall_s / steps)
     return sum(found) / len(found)

@@ -277,7 +277,7 @@ def _penstock(profile: Profile, wish: _Wish) -> Strategy:
             balance = Balanced(profile.max_pending_per_instance, max_moves=0)
         case "penstock-paper-size":
             size = wish.fixed or PaperSize(profile.reserved_instances, wish.ceiling)
-    return Strategy(wish.name, balance, window, size)
+    return Strategy(wish.name, balance, window, size, differences=True)
 
 
 ABLATIONS = (

@@ -226,8 +226,8 @@ def least_run_s(
     """Seconds before which no policy ends so many steps on a trace, with at most so many remote machines at a time.
 
     Every step begins where the last one's bound ends. That is fair to all: who begins earlier can wait. All machines
-    of the trace are taken to be asked for at once, and each pulls the weights alone; more than `ceiling` at a time
-    count as so many.
+    of the trace are taken to be asked for at once, and each pulls the weights alone: its first version whole, and from
+    then on as if it always held the one before. More than `ceiling` at a time count as so many.
     """
     there = _there(trace)
     clock_s = 0.0
@@ -235,10 +235,9 @@ def least_run_s(
         began_s = clock_s
         ready = []
         for node, at, to in there:
-            machine = profile.remote(node)
-            pull_s = 8 * profile.weights_gb / min(machine.link_gbit_s, profile.store_gbit_s)
-            connected_s = at + machine.boot_s if at > 0 else at
-            ready.append((max(began_s, connected_s) + pull_s, to))
+            connected_s = at + profile.remote(node).boot_s if at > 0 else 0.0
+            first_s, next_s = connected_s + profile.pull_s(node), began_s + profile.least_pull_s(node)
+            ready.append((max(first_s, next_s), to))
         at_most = _capped(ready, ceiling)
         clock_s += lower_bound_s(profile, samples(number), began_s, at_most)
     return clock_s

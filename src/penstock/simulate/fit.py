@@ -20,8 +20,9 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.simulate.least_squares import Prior, Solution, robust_fit
-from penstock.simulate.observed import Observed, WorkRow
+from penstock.simulate.observed import LoadRow, Observed, WorkRow
 from penstock.simulate.profiles import Lengths, MachineProfile, Prices, Profile, Training
+from penstock.weights.choose import DRAFT_PARTS
 
 __all__ = ["Fitted", "fit_profile"]
 
@@ -72,6 +73,7 @@ def fit_profile(seen: Observed, prices: Prices | None = None) -> Fitted:
         prompts=rollout["prompts_per_step"],
         samples_per_prompt=rollout["samples_per_prompt"],
         weights_gb=max(seen.versions.values(), default=0) / 1e9,
+        difference_gb=_difference(seen)[0],
         store_gbit_s=_store_gbit_s(seen, notes),
         reserved_instances=max(1, len(seen.reserved)),
         reserved=fits[own][0],
@@ -187,6 +189,7 @@ def _machine(
             max_running=max(row.max_running for row in rows),
             kv_tokens=_memory(rows, notes, kind),
             link_gbit_s=_link_gbit_s(seen),
+            apply_s=_difference(seen)[1],
             boot_s=statistics.median(seen.starts_s) if seen.starts_s else 0.0,
         ),
         solution,
@@ -233,22 +236,45 @@ def _dot(values: Sequence[float], row: WorkRow) -> float:
 # ---- weights
 
 
+def _apart(seen: Observed) -> tuple[list[LoadRow], list[LoadRow]]:
+    """(whole versions, differences), where the run had both and differences came sooner; else all count as whole."""
+    known = [row for row in seen.loads if seen.versions.get(row.version)]
+    whole = [row for row in known if not row.difference]
+    differences = [row for row in known if row.difference]
+    if not (whole and differences) or _median_s(differences) >= _median_s(whole):
+        return [*whole, *differences], []
+    return whole, differences
+
+
+def _median_s(loads: Sequence[LoadRow]) -> float:
+    return statistics.median(row.wall_s for row in loads)
+
+
 def _link_gbit_s(seen: Observed) -> float:
     """Of one pull, as fast as the run's went: whole versions over seconds, however little of them was fetched."""
-    rates = [8e-9 * seen.versions[version] / wall_s for version, _, wall_s in seen.loads if seen.versions.get(version)]
+    rates = [8e-9 * seen.versions[row.version] / row.wall_s for row in _apart(seen)[0]]
     return max(1e-6, statistics.median(rates)) if rates else 1e6
+
+
+def _difference(seen: Observed) -> tuple[float | None, float]:
+    """(size in GB, seconds to apply one): with these a pull of one takes as long as the run's did, its encoding
+    included. None where whole versions alone can be told."""
+    differences = _apart(seen)[1]
+    if not differences:
+        return None, 0.0
+    fetched_gb = statistics.median(row.fetched_bytes for row in differences) / 1e9
+    wire_s, wall_s = 8 * fetched_gb / _link_gbit_s(seen), _median_s(differences)
+    # The longer of the two, and a part of the other.
+    apply_s = wall_s - wire_s / DRAFT_PARTS
+    return fetched_gb, apply_s if apply_s >= wire_s else max(0.0, DRAFT_PARTS * (wall_s - wire_s))
 
 
 def _store_gbit_s(seen: Observed, notes: list[str]) -> float:
     """What all pulls of a version had together, at least."""
     by_version: dict[int, list[float]] = {}
-    for version, _, wall_s in seen.loads:
-        by_version.setdefault(version, []).append(wall_s)
-    rates = [
-        8e-9 * seen.versions[version] * len(walls) / max(walls)
-        for version, walls in by_version.items()
-        if seen.versions.get(version)
-    ]
+    for row in _apart(seen)[0]:
+        by_version.setdefault(row.version, []).append(row.wall_s)
+    rates = [8e-9 * seen.versions[version] * len(walls) / max(walls) for version, walls in by_version.items()]
     if not rates:
         notes.append("no weights were pulled in this run: pulls are taken to cost nothing")
         return 1e6

@@ -13,10 +13,12 @@ from typing import Any
 from penstock.observe import events
 from penstock.observe.events import Event, Work
 
-__all__ = ["Observed", "WorkRow", "gather"]
+__all__ = ["LoadRow", "Observed", "WorkRow", "gather"]
 
 TRAINING = "train-"
 """Names of training batches begin so; evaluations are shorter and greedy."""
+DIFFERENCE = "delta"
+"""In a codec's name, where it is one to the version before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,17 @@ class WorkRow:
     work: Work
 
 
+@dataclass(frozen=True, slots=True)
+class LoadRow:
+    """A version that an instance came to serve."""
+
+    version: int
+    fetched_bytes: int
+    wall_s: float
+    difference: bool
+    """It came as one to the version before."""
+
+
 @dataclass
 class Observed:
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -40,8 +53,7 @@ class Observed:
     answers: list[events.AnswersEnded] = field(default_factory=list)
     versions: dict[int, int] = field(default_factory=dict)
     """Bytes of each weight version."""
-    loads: list[tuple[int, int, float]] = field(default_factory=list)
-    """(version, bytes fetched, seconds)."""
+    loads: list[LoadRow] = field(default_factory=list)
     starts_s: list[float] = field(default_factory=list)
     """From an engine's process to its joining."""
     reserved: set[str] = field(default_factory=set)
@@ -69,8 +81,8 @@ def gather(log: Iterable[Event]) -> Observed:
                 found.answers.append(event)
             case events.WeightsPublished(version=version, nbytes=nbytes):
                 found.versions[version] = nbytes
-            case events.WeightsLoaded(version=version, nbytes=nbytes, wall_s=wall_s) if wall_s > 0:
-                found.loads.append((version, nbytes, wall_s))
+            case events.WeightsLoaded(version=version, nbytes=nbytes, wall_s=wall_s, way=way) if wall_s > 0:
+                found.loads.append(LoadRow(version, nbytes, wall_s, DIFFERENCE in way.partition(" by ")[0]))
             case events.EngineStarted(ts=ts, name=name):
                 started[name] = ts
             case events.InstanceChanged(ts=ts, name=name, after="joining") if name in started:

@@ -65,6 +65,7 @@ def own_run(seen: Observed, fitted: Fitted) -> OwnRun | None:
             Balanced(profile.max_pending_per_instance),
             (Offload() if window == "auto" else FixedWindow(float(window))) if taking_turns else None,
             FixedSize(len(trace.changes)),
+            differences=True,
         )
         total_s += simulate(profile, trace, strategy, steps=steps, seed=seed).wall_s
     return OwnRun(total_s / steps / SEEDS, sum(measured) / steps)

@@ -27,8 +27,8 @@ def plan_step(world: World, fleet: list[Machine]) -> bool:
     keeps = step is not None and window.keeps(balance.plan, world.clock.now - step.began_s, len(fleet))
     if keeps and len(fleet) in window.plans:
         return True
-    remote = _engines(world, balance, fleet, world.remotes.pull_s(len(fleet)))
-    reserved = _engines(world, balance, world.reserved, profile.training.switch_s)
+    remote = _engines(world, balance, fleet, [world.remotes.pull_s(machine.name) for machine in fleet])
+    reserved = _engines(world, balance, world.reserved, [profile.training.switch_s] * len(world.reserved))
     if remote is None or reserved is None:
         return False
     training = profile.training
@@ -40,10 +40,10 @@ def plan_step(world: World, fleet: list[Machine]) -> bool:
     return True
 
 
-def _engines(world: World, balance: Balanced, machines: list[Machine], starts_s: float) -> list[Engine] | None:
+def _engines(world: World, balance: Balanced, machines: list[Machine], starts_s: list[float]) -> list[Engine] | None:
     found = []
-    for load in world.loads(machines):
-        engine = balance.engine(load, starts_s)
+    for load, starts in zip(world.loads(machines), starts_s, strict=True):
+        engine = balance.engine(load, starts)
         if engine is None:
             return None
         found.append(engine)

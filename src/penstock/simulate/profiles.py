@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from penstock.config.run import RolloutConfig
 from penstock.config.toml import read_toml
 from penstock.errors import ConfigError
+from penstock.weights.choose import DRAFT_PARTS
 
 __all__ = ["Lengths", "MachineProfile", "Prices", "Profile", "Training", "load_profile", "shipped", "shipped_names"]
 
@@ -44,6 +45,10 @@ class MachineProfile(_Strict):
     kv_tokens: Annotated[int, Field(ge=1)]
     """Tokens of context that fit at once."""
     link_gbit_s: Positive = 50.0
+    apply_s: NotNegative = 0.0
+    """A difference applied to the version before and verified, by all cores that do it."""
+    load_s: NotNegative = 0.0
+    """A version that is whole in host memory, into the engine, as this package's agents do it."""
     boot_s: NotNegative = 0.0
     """From being asked for to being connected, engine started."""
 
@@ -98,6 +103,10 @@ class Profile(_Strict):
     prompts: Annotated[int, Field(ge=1)] = 128
     samples_per_prompt: Annotated[int, Field(ge=1)] = 8
     weights_gb: NotNegative
+    difference_gb: NotNegative | None = None
+    """Of a version to the one before it, on the wire. None: every version travels whole."""
+    encode_s: NotNegative = 0.0
+    """A version checked and its difference encoded, at the reserved machines, once for all; it is sent meanwhile."""
     store_gbit_s: Positive = 200.0
     """The link out of the reserved machines, shared by all that pull."""
     reserved_instances: Annotated[int, Field(ge=0)]
@@ -115,6 +124,32 @@ class Profile(_Strict):
     def remote(self, node: str) -> MachineProfile:
         """What a node of a trace is."""
         return self.kinds.get(node.partition(":")[0], self.spot)
+
+    def pull_s(self, node: str = "", sharing: int = 1) -> float:
+        """Seconds that a machine pulls a whole version, where so many share the store's link. Nothing but the link
+        counts: whoever loads each tensor as it comes is done with the last."""
+        return 8 * self.weights_gb / self._gbit_s(node, sharing)
+
+    def agent_pull_s(self, node: str = "", sharing: int = 1, difference: bool = False) -> float:
+        """The same as this package's agents do it: they load a version once it is whole and verified, and pull a
+        `difference` where they hold the version before, unless the whole is there sooner.
+
+        Encoding, wire and applying go on side by side, one part of `DRAFT_PARTS` after the other: the longest of them
+        counts, and a part of each other one.
+        """
+        gbit_s, machine = self._gbit_s(node, sharing), self.remote(node)
+        there_s = self.pull_s(node, sharing)
+        if difference and self.difference_gb is not None:
+            stages = (self.encode_s, 8 * self.difference_gb / gbit_s, machine.apply_s)
+            there_s = min(there_s, max(stages) + (sum(stages) - max(stages)) / DRAFT_PARTS)
+        return there_s + machine.load_s
+
+    def least_pull_s(self, node: str = "") -> float:
+        """Alone, by whichever way, of whoever held the version before."""
+        return min(self.pull_s(node), self.agent_pull_s(node, difference=True))
+
+    def _gbit_s(self, node: str, sharing: int) -> float:
+        return min(self.remote(node).link_gbit_s, self.store_gbit_s / max(1, sharing))
 
 
 def load_profile(path: Path) -> Profile:

@@ -1,7 +1,9 @@
 """The remote machines of a simulated run: who is there by the trace, who of them is held and paid, who has the weights.
 
 Decides which of the available machines are taken, when fewer are wanted than there are (those longest there first),
-and which are given back (the last ones taken). Weight pulls share the store's link.
+and which are given back (the last ones taken). Weight pulls share the store's link. Where a strategy has differences,
+a machine that holds the version before pulls one; who has just come, or was still pulling that version when the next
+was published, pulls the whole.
 """
 
 from __future__ import annotations
@@ -39,6 +41,10 @@ class _Held:
     connected: bool = False
     ready_at: float | None = None
     """Of the step's weights."""
+    holds: int | None = None
+    """Its last whole version, by the step that it is of."""
+    pull_s: float = 0.0
+    """That it takes, or took, for the version that it pulled last."""
     busy_before: float = 0.0
     given_back: bool = False
 
@@ -109,10 +115,9 @@ class Remotes:
             if held.connected:
                 self._pull(held, pulling)
 
-    def pull_s(self, pulling: int, node: str = "") -> float:
-        """Weights to so many machines at once."""
-        profile = self.world.profile
-        return 8 * profile.weights_gb / min(profile.remote(node).link_gbit_s, profile.store_gbit_s / max(1, pulling))
+    def pull_s(self, node: str) -> float:
+        """The last pull of a held machine."""
+        return self._held[node].pull_s
 
     def settle_step(self, began_s: float, now: float) -> RemoteTimes:
         """Adds up a step that ends now, and forgets who left within it."""
@@ -173,16 +178,23 @@ class Remotes:
     def _pull(self, held: _Held, pulling: int) -> None:
         """`pulling`: machines that share the store's link, this one among them."""
         step = self.world.step
+        number = step.number if step is not None else 0
+        profile, name = self.world.profile, held.machine.name
+        if self.world.strategy.differences:
+            held.pull_s = profile.agent_pull_s(name, pulling, difference=held.holds == number - 1)
+        else:
+            held.pull_s = profile.pull_s(name, pulling)
 
         def ready() -> None:
             if self._held.get(held.machine.name) is held and self.world.step is step:
                 held.machine.ready = True
+                held.holds = number
                 held.ready_at = self.world.clock.now
                 held.machine.at_s = max(held.machine.at_s, self.world.clock.now)
                 # Behind those that get ready in the same moment: they share.
                 self.world.clock.after(0.0, self.world.dispatch)
 
-        self.world.clock.after(self.pull_s(pulling, held.machine.name), ready)
+        self.world.clock.after(held.pull_s, ready)
 
     def _leave(self, node: str, preempted: bool = False) -> None:
         held = self._held.pop(node)

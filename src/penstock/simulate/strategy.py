@@ -50,3 +50,6 @@ class Strategy:
     """Micro-batches are trained on while others generate; False: after the last sample."""
     spot: bool = True
     """Remote machines follow the trace at the spot price; False: they stay, at the price on demand."""
+    differences: bool = False
+    """Machines pull as this package's agents do, what has changed where they hold the version before; False: each
+    version whole."""
