@@ -83,16 +83,18 @@ def clairvoyant(profile: Profile, seed: int, order: str) -> Callable[[int], list
 
 
 profiles = st.builds(
-    lambda kv, places, base, sequence, context, faster, training, reserved, spread, prompts, switch, reward, pull: (
+    lambda kv, places, base, sequence, context, faster, training, engines, spread, prompts, wait, reward, pull, share: (
         small_profile(
             prompts=prompts,
-            reserved_instances=reserved,
+            reserved_instances=engines,
             difference_gb=pull[0],
             encode_s=pull[1],
             spot=MACHINE.model_copy(
                 update={
                     "apply_s": pull[2],
                     "load_s": pull[3],
+                    "shared_prompts": share[0],
+                    "prefill_s_per_token": share[2],
                     "kv_tokens": kv,
                     "max_running": places,
                     "step_base_s": base,
@@ -100,11 +102,13 @@ profiles = st.builds(
                     "context_s": context,
                 }
             ),
-            reserved=MACHINE.model_copy(update={"step_base_s": base / faster, "context_s": context / faster}),
-            training=Training(
-                s_per_token=training, optimizer_s=0.2, switch_s=switch, micro_batch_samples=8, reward_s=reward
+            reserved=MACHINE.model_copy(
+                update={"step_base_s": base / faster, "context_s": context / faster, "shared_prompts": share[1]}
             ),
-            lengths=Lengths(prompt_tokens=32, median_tokens=300, spread=spread, max_tokens=900),
+            training=Training(
+                s_per_token=training, optimizer_s=0.2, switch_s=wait, micro_batch_samples=8, reward_s=reward
+            ),
+            lengths=Lengths(prompt_tokens=share[3], median_tokens=300, spread=spread, max_tokens=900),
         )
     ),
     st.sampled_from([700, 2_000, 20_000]),
@@ -121,6 +125,17 @@ profiles = st.builds(
     st.sampled_from([0.0, 1.0]),
     st.sampled_from(
         [(None, 0.0, 0.0, 0.0), (None, 0.0, 0.0, 0.5), (0.0, 0.0, 0.0, 0.0), (0.02, 0.2, 0.1, 0.1), (0.5, 2, 0, 0)]
+    ),
+    st.sampled_from(
+        [
+            (False, False, 1e-5, 32),
+            (True, True, 1e-5, 32),
+            (True, True, 1e-3, 400),
+            (True, True, 0.0, 400),
+            (True, False, 1e-3, 400),
+            (False, True, 1e-3, 400),
+            (False, False, 1e-3, 400),
+        ]
     ),
 )
 
@@ -215,6 +230,31 @@ def test_a_run_on_a_trace_takes_at_least_as_long_as_with_all_its_machines_all_th
     assert least_run_s(profile, static_trace(9, 1e9), 4, samples, 3) == pytest.approx(all_s)
 
 
+@pytest.mark.parametrize("kv_tokens", [700, 10**6])
+def test_a_shared_prompt_is_prefilled_and_held_once_in_the_bound_and_read_by_each(kv_tokens: int) -> None:
+    """On machines whose time goes into prefill alone, and on such as are full of prompts."""
+    full = kv_tokens == 700
+    spot = MACHINE.model_copy(update={"prefill_s_per_token": 0.0 if full else 1e-3, "kv_tokens": kv_tokens})
+    profile = small_profile(
+        spot=spot,
+        reserved=spot,
+        training=Training(s_per_token=1e-6, micro_batch_samples=8),
+        lengths=Lengths(prompt_tokens=400, median_tokens=100, spread=0.0, max_tokens=900),
+    )
+    shared = spot.model_copy(update={"shared_prompts": True})
+    samples, ready = step_samples(profile, 0, 0), [(0.0, 1e9)]
+    each_s = lower_bound_s(profile, samples, 0.0, ready)
+    once_s = lower_bound_s(profile.model_copy(update={"spot": shared, "reserved": shared}), samples, 0.0, ready)
+    one_kind_s = lower_bound_s(profile.model_copy(update={"spot": shared}), samples, 0.0, ready)
+    assert once_s < 0.8 * each_s
+    assert once_s <= one_kind_s <= each_s
+    # All its prompts read by none of them, on one machine: less than that it can't be.
+    unread = profile.model_copy(
+        update={kind: shared.model_copy(update={"context_s": 0.0}) for kind in ("spot", "reserved")}
+    )
+    assert lower_bound_s(unread, samples, 0.0, ready) < once_s
+
+
 def test_only_the_first_version_of_a_machine_is_pulled_whole_in_the_bound_of_a_run() -> None:
     whole = small_profile(weights_gb=10.0)
     changed = whole.model_copy(update={"difference_gb": 0.1})
@@ -241,7 +281,17 @@ def test_prices_that_change_within_a_step_say_more_where_machines_are_plenty(mon
     assert 1.03 * lower_bound_s(profile, samples, 0.0, ready) < changing_s < 313
 
 
-costs = st.builds(Cost, st.floats(1e-4, 1e-1), st.floats(0, 1e-2), st.floats(1e-9, 1e-4), st.sampled_from([0.0, 1e-5]))
+costs = st.builds(
+    lambda base, sequence, context, prefill, part, shared: Cost(
+        base, sequence, context, prefill, part * context, shared
+    ),
+    st.floats(1e-4, 1e-1),
+    st.floats(0, 1e-2),
+    st.floats(1e-9, 1e-4),
+    st.sampled_from([0.0, 1e-5]),
+    st.sampled_from([0.125, 1.0]),
+    st.booleans(),
+)
 
 
 @settings(max_examples=30, deadline=None)
@@ -265,7 +315,9 @@ def test_a_token_pays_no_more_than_the_cheapest_place_asks(
     for (prompt, tokens), weight in zip(group, weights):
         w = at.price * weight
         for token in range(tokens):
-            remote_s, reserved_s = (c.sequence + c.context * (prompt + token + 0.5) for c in (remote, reserved))
+            remote_s, reserved_s = (
+                c.sequence + c.prompt * prompt + c.context * (token + 0.5) for c in (remote, reserved)
+            )
             asked = [
                 (price**0.5 * c**0.5 + (base * w * share) ** 0.5) ** 2
                 for price, c, base, share in (
@@ -278,7 +330,8 @@ def test_a_token_pays_no_more_than_the_cheapest_place_asks(
             ]
             soon += min(asked[:2])
             later += min(asked[2:])
-    prefill = sum(prompt for prompt, _ in group) * min(
+    prompts = [prompt for prompt, _ in group]
+    prefill = (max(prompts) if remote.shared or reserved.shared else sum(prompts)) * min(
         remote.prefill, at.late * remote.prefill, at.reserved * reserved.prefill
     )
     # The middle of a token is no less than its mean: costs are concave.

@@ -24,7 +24,12 @@ A step of T seconds in which the least cost is more than what there is to pay is
 change within the step forbid more: `bound_phases`.
 
 **Memory.** A step serves at most `max_running` sequences and `kv_tokens` of context, so any share of `base` may be
-counted as context or as sequences instead.
+counted as context or as sequences instead. Where prompts are shared, a prompt of n samples is in memory once for as
+many of them as run, which is no less than 1/n of it for each: so much a prompt's token counts there. What a step reads
+of it counts in full. Its prefill counts once, in the cheapest place that there is.
+
+**Pulls.** A step's bound goes by when machines had their weights. That of a run lets a machine have its first version
+no sooner than whole, and each later one as soon as a difference can be there (`Profile.least_pull_s`).
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.simulate.bound_phases import SIMPSON, TRAPEZOIDS, Cost, Demands, Supply, longer_s
+from penstock.simulate.bound_phases import SIMPSON, TRAPEZOIDS, Cost, Demands, Supply, longer_s, prefilled_tokens
 from penstock.simulate.machine import SimSample
 from penstock.simulate.profiles import MachineProfile, Profile
 from penstock.simulate.traces import Trace
@@ -168,9 +173,10 @@ class _Step:
 
     def _demands(self) -> Iterator[_Demand]:
         longest = max(sample.prompt_tokens + sample.length for group in self.groups for sample in group)
+        per = self.profile.samples_per_prompt
         for as_context, as_sequences in SHARES:
             remote, reserved = (
-                _shifted(_fastest(kinds), kinds, longest, as_context, as_sequences)
+                _shifted(_fastest(kinds), kinds, longest, per, as_context, as_sequences)
                 for kinds in (_remote_kinds(self.profile), [self.profile.reserved])
             )
             # A price at which neither kind is the cheaper one, in one respect or the other.
@@ -186,14 +192,17 @@ class _Step:
         base = min(remote.base, reserved.base)
         sequence = min(remote.sequence, price * reserved.sequence)
         context = min(remote.context, price * reserved.context)
+        prompt = min(remote.prompt, price * reserved.prompt)
         prefill = min(remote.prefill, price * reserved.prefill)
+        once = remote.shared or reserved.shared
         machine = share = root = 0.0
         for group, train_s in zip(self.groups, self.train_s):
             # The integral of sqrt(c) over an answer's tokens.
             roots = []
+            machine += prefilled_tokens([sample.prompt_tokens for sample in group], once) * prefill
             for sample in group:
-                first = sequence + context * sample.prompt_tokens
-                machine += sample.length * (first + context * sample.length / 2) + sample.prompt_tokens * prefill
+                first = sequence + prompt * sample.prompt_tokens
+                machine += sample.length * (first + context * sample.length / 2)
                 roots.append(_root_integral(first, context, sample.length))
             if base == 0:
                 continue
@@ -268,18 +277,25 @@ def _fastest(kinds: Sequence[MachineProfile]) -> Cost:
         min(kind.sequence_s for kind in kinds),
         min(kind.context_s for kind in kinds),
         min(kind.prefill_s_per_token for kind in kinds),
+        min(kind.context_s for kind in kinds),
+        any(kind.shared_prompts for kind in kinds),
     )
 
 
-def _shifted(cost: Cost, kinds: Sequence[MachineProfile], longest: int, as_context: float, as_sequences: float) -> Cost:
+def _shifted(
+    cost: Cost, kinds: Sequence[MachineProfile], longest: int, per_prompt: int, as_context: float, as_sequences: float
+) -> Cost:
     """A part of `base` counted as context or as sequences. A single one may be longer than the memory."""
     memory = max(longest, *(kind.kv_tokens + 1 for kind in kinds))
     places = max(kind.max_running for kind in kinds)
+    held_s = as_context * cost.base / memory
     return Cost(
         (1 - as_context - as_sequences) * cost.base,
         cost.sequence + as_sequences * cost.base / places,
-        cost.context + as_context * cost.base / memory,
+        cost.context + held_s,
         cost.prefill,
+        cost.prompt + held_s / (per_prompt if cost.shared else 1),
+        cost.shared,
     )
 
 

@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Cost", "Demands", "Supply", "longer_s"]
+__all__ = ["Cost", "Demands", "Supply", "longer_s", "prefilled_tokens"]
 
 SIMPSON = (1 / 6, 4 / 6, 1 / 6)
 TRAPEZOIDS = tuple((0.5 if end in (0, 8) else 1.0) / 8 for end in range(9))
@@ -47,7 +47,12 @@ class Cost:
     base: float
     sequence: float
     context: float
+    """Of a token that was drawn."""
     prefill: float
+    prompt: float
+    """Of a prompt's token in the context; less than `context` where it is in memory for others, too."""
+    shared: bool = False
+    """A prompt is prefilled once for all that run with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,8 @@ class Demands:
         """`groups`: (tokens of the prompt, tokens of the answer) of each sample; `train_s`: seconds of training on
         each group; `rule`: weights of points at equal distances in an answer."""
         self.groups, self.train_s, self.remote, self.reserved, self.rule = groups, train_s, remote, reserved, rule
-        self.prompt_tokens = sum(prompt for group in groups for prompt, _ in group)
+        once = remote.shared or reserved.shared
+        self.prefilled = sum(prefilled_tokens([prompt for prompt, _ in group], once) for group in groups)
         self._samples = [self._rooted(group, part_s) for group, part_s in zip(groups, train_s)]
 
     def paid(self, at: Prices, early_s: float) -> float:
@@ -124,7 +130,7 @@ class Demands:
                 later += tokens * sum_later
             total += soon if soon < later else later
         prefill = min(self.remote.prefill * min(1.0, at.late), at.reserved * self.reserved.prefill)
-        return total + self.prompt_tokens * prefill
+        return total + self.prefilled * prefill
 
     def _rooted(
         self, group: Sequence[tuple[int, int]], train_s: float
@@ -134,9 +140,9 @@ class Demands:
         pieces = len(self.rule) - 1
         found = []
         for prompt, tokens in group:
-            contexts = [prompt + tokens * end / pieces for end in range(pieces + 1)]
+            drawn = [tokens * end / pieces for end in range(pieces + 1)]
             roots, own_roots = (
-                [math.sqrt(cost.sequence + cost.context * context) for context in contexts]
+                [math.sqrt(cost.sequence + cost.prompt * prompt + cost.context * so_far) for so_far in drawn]
                 for cost in (self.remote, self.reserved)
             )
             sum_of_roots = tokens * sum(share * root for share, root in zip(self.rule, roots))
@@ -144,6 +150,11 @@ class Demands:
         squares = sum(value * value for _, value, _ in found)
         scale = math.sqrt(train_s / squares) if squares > 0 else 0.0
         return [(tokens, scale * value, points) for tokens, value, points in found]
+
+
+def prefilled_tokens(prompts: Sequence[int], once: bool) -> int:
+    """Tokens of one group's prompt that have to be computed; `once`: for all of its samples."""
+    return max(prompts, default=0) if once else sum(prompts)
 
 
 def longer_s(coarse: Demands, whole: Demands, supply: Supply, low_s: float, price: float, reserved: float) -> float:

@@ -4,8 +4,9 @@ Between events the batch is constant, and each decode step adds a token of conte
 steps is a quadratic in k. Nothing is done token by token: a sample costs a few heap operations, however long it gets.
 
 Decides what the engine would: who is admitted, and who is put back when the memory is full (the last one in, as in
-SGLang and vLLM; its prefix is computed again). Prefill stalls decoding for its time. Refuses to know where samples
-come from and who takes them away.
+SGLang and vLLM; its prefix is computed again). Prefill stalls decoding for its time. Where prompts are shared, one
+counts once in memory and in prefill while any of its samples runs, and for each of them in what a step reads. Refuses
+to know where samples come from and who takes them away.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ class Machine:
     """It holds the step's weights."""
     steps: float = 0.0
     context: float = 0.0
+    """Summed over running sequences: what a decode step reads."""
+    spared: float = 0.0
+    """Of `context`, prompts' tokens that memory holds for another sequence already."""
     running: dict[int, SimSample] = field(default_factory=dict)
     pending: deque[SimSample] = field(default_factory=deque)
     busy_s: float = 0.0
@@ -61,11 +65,14 @@ class Machine:
     tokens_per_s: float = 0.0
     """As it reported last."""
     prefilled: int = 0
+    """Tokens, without those that were there already."""
     retracted: int = 0
     epoch: int = 0
     """Counts what makes a planned event void."""
     spans: list[tuple[float, float]] = field(default_factory=list)
     _ends: list[tuple[float, int]] = field(default_factory=list)
+    _siblings: dict[int, int] = field(default_factory=dict)
+    """Running samples by prompt, where prompts are shared."""
     _since: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0, 0.0])
     """Since the last report: busy seconds, running and context times seconds, tokens, prefilled."""
     _waited: bool = False
@@ -78,6 +85,11 @@ class Machine:
     @property
     def samples(self) -> int:
         return len(self.running) + len(self.pending)
+
+    @property
+    def held(self) -> float:
+        """Tokens in memory."""
+        return self.context - self.spared
 
     # ---- time
 
@@ -107,7 +119,7 @@ class Machine:
         count = len(self.running)
         steps = max(0.0, self._ends[0][0] - self.steps)
         if count > 1:
-            steps = min(steps, max(0.0, (self.profile.kv_tokens - self.context) / count) + 1e-3)
+            steps = min(steps, max(0.0, (self.profile.kv_tokens - self.held) / count) + 1e-3)
         return self.at_s + self.speed.wall_s(steps, count, self.context)
 
     # ---- work in and out
@@ -119,7 +131,7 @@ class Machine:
     def settle(self, now: float) -> None:
         """Lets in what fits and puts back what does not, at a moment up to which all is worked out."""
         self.at_s = max(self.at_s, now)
-        while self.context > self.profile.kv_tokens and len(self.running) > 1:
+        while self.held > self.profile.kv_tokens and len(self.running) > 1:
             last = next(reversed(self.running.values()))
             self.remove(last)
             last.where = self.name
@@ -135,7 +147,7 @@ class Machine:
             self.pending.remove(sample)
         else:
             sample.done = self.progress(sample)
-            self.context -= sample.prompt_tokens + sample.done
+            self._left(sample)
             del self.running[sample.number]
             self._ends = [end for end in self._ends if end[1] != sample.number]
             heapq.heapify(self._ends)
@@ -154,7 +166,8 @@ class Machine:
         self.running.clear()
         self.pending.clear()
         self._ends.clear()
-        self.context = 0.0
+        self._siblings.clear()
+        self.context = self.spared = 0.0
         self.epoch += 1
         return taken
 
@@ -200,18 +213,26 @@ class Machine:
             return True
         if len(self.running) >= self.profile.max_running:
             return False
-        needs = sample.prompt_tokens + sample.done + GROWTH_TOKENS * (len(self.running) + 1)
-        return self.context + needs <= self.profile.kv_tokens
+        needs = sample.prompt_tokens + sample.done - self._there(sample) + GROWTH_TOKENS * (len(self.running) + 1)
+        return self.held + needs <= self.profile.kv_tokens
+
+    def _there(self, sample: SimSample) -> int:
+        """Tokens of a sample that waits which memory holds for others."""
+        return sample.prompt_tokens if sample.prompt in self._siblings else 0
 
     def _admit(self, sample: SimSample) -> None:
-        tokens = int(sample.prompt_tokens + sample.done)
-        stall_s = tokens * self.profile.prefill_s_per_token
+        tokens, there = int(sample.prompt_tokens + sample.done), self._there(sample)
+        stall_s = (tokens - there) * self.profile.prefill_s_per_token
         self._count(stall_s, len(self.running) or 1, self.context, 0.0)
+        # Engines' adapters report what a sequence began with; what of it was there already they don't see.
         self._since[4] += tokens
-        self.prefilled += tokens
+        self.prefilled += tokens - there
         self._span(self.at_s, self.at_s + stall_s)
         self.at_s += stall_s
         self.context += sample.prompt_tokens + sample.done
+        self.spared += there
+        if self.profile.shared_prompts:
+            self._siblings[sample.prompt] = self._siblings.get(sample.prompt, 0) + 1
         sample.offset = sample.done - self.steps
         self.running[sample.number] = sample
         heapq.heappush(self._ends, (self.steps + sample.length - sample.done, sample.number))
@@ -221,13 +242,23 @@ class Machine:
         while self._ends and self._ends[0][0] <= self.steps + 1e-6:
             _, number = heapq.heappop(self._ends)
             sample = self.running.pop(number)
-            self.context -= sample.prompt_tokens + sample.length
             sample.done = float(sample.length)
+            self._left(sample)
             sample.where = ""
             found.append(sample)
         if not self.running:
-            self.context = 0.0
+            self.context = self.spared = 0.0
         return found
+
+    def _left(self, sample: SimSample) -> None:
+        """It runs no more, and has what it has. The last one of its prompt takes the prompt along."""
+        self.context -= sample.prompt_tokens + sample.done
+        if not self.profile.shared_prompts:
+            return
+        others = self._siblings.pop(sample.prompt) - 1
+        if others:
+            self._siblings[sample.prompt] = others
+            self.spared -= sample.prompt_tokens
 
     def _count(self, wall_s: float, running: float, context: float, tokens: float) -> None:
         since = self._since

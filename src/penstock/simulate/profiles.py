@@ -44,6 +44,9 @@ class MachineProfile(_Strict):
     max_running: Annotated[int, Field(ge=1)]
     kv_tokens: Annotated[int, Field(ge=1)]
     """Tokens of context that fit at once."""
+    shared_prompts: bool = False
+    """A prompt is prefilled, and its keys and values held, once while any of its samples runs. Each sequence still
+    reads all of its context at each step: only kernels made for it read a common part once for several of them."""
     link_gbit_s: Positive = 50.0
     apply_s: NotNegative = 0.0
     """A difference applied to the version before and verified, by all cores that do it."""
