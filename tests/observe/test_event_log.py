@@ -151,6 +151,17 @@ def test_a_step_written_again_after_a_resume_counts_once(tmp_path: Path) -> None
     assert row["reward_mean"] == 0.2
 
 
+def test_steps_behind_the_checkpoint_that_a_run_went_on_from_are_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for value, steps in ((0.1, range(9)), (0.2, range(4, 6)), (0.3, range(5, 7))):
+        with MetricsLog(path) as log:
+            for step in steps:
+                log.write(step, {"reward_mean": value})
+    rows = read_metrics(path)
+    assert [row["step"] for row in rows] == list(range(7))
+    assert [row["reward_mean"] for row in rows] == [0.1] * 4 + [0.2] + [0.3] * 2
+
+
 def test_metrics_on_a_full_disk_are_told_once_and_counted() -> None:
     heard: list[Event] = []
     log = MetricsLog(Path("/dev/full"), emit=heard.append)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from observe_scenes import START, instance_changed, run_events, run_metrics
 from penstock.errors import MissingExtra, StorageError
 from penstock.observe import Event, EventLog, events
 from penstock.observe.events import Evaluated, EvaluatedSet
-from penstock.observe.plots import column, draw_curves, marks, shares, smooth, time_shares
+from penstock.observe.plots import _draw_learning, column, draw_curves, marks, shares, smooth, time_shares
 from penstock.observe.summary import (
     Summary,
     print_summary,
@@ -173,6 +174,21 @@ def test_a_resumed_run_adds_its_parts_up() -> None:
     assert summary.samples_lost == 0, "what the first part left open was generated again by the second"
 
 
+def test_what_an_earlier_part_learned_behind_its_checkpoint_is_taken_back() -> None:
+    def evaluated(step: int, accuracy: float) -> Event:
+        return Evaluated(ts=1, step=step, weight_version=step, accuracy=accuracy, questions=9, wall_s=1)
+
+    def started(step: int) -> Event:
+        return events.StepStarted(ts=1, step=step, weight_version=step, prompts=4, samples=16)
+
+    first = [evaluated(0, 0.1), evaluated(2, 0.2), evaluated(4, 0.9), evaluated(6, 0.8)]
+    went_on = summary_of([*first, started(2)])
+    assert (went_on.accuracy_before, went_on.accuracy_after, went_on.evaluations) == (0.1, 0.2, 2)
+    again = summary_of([*first, started(2), started(3), evaluated(4, 0.4), started(4), started(5)])
+    assert (again.accuracy_after, again.accuracy_last, again.evaluations) == (pytest.approx(0.3), 0.4, 3)
+    assert summary_of(first).accuracy_after == pytest.approx(0.85)
+
+
 def test_an_instance_that_says_goodbye_is_not_lost() -> None:
     log: list[Event] = [
         instance_changed(1, 0, "ready", "gone", "SIGTERM", orderly=True),
@@ -274,6 +290,14 @@ def test_curves_show_where_the_time_went_and_each_held_out_set(tmp_path: Path) -
 def test_curves_of_a_run_without_any_step_are_a_picture_too(tmp_path: Path) -> None:
     draw_curves(tmp_path / "curves.png", [], [])
     assert (tmp_path / "curves.png").exists()
+
+
+def test_curves_of_a_run_that_went_on_from_an_earlier_step_do_not_turn_back() -> None:
+    axes = MagicMock()
+    log = [event for part in (run_events(steps=8)[:-2], run_events(steps=6)) for event in part]
+    _draw_learning(axes, log, run_metrics(6))
+    (curve,) = [call for call in axes.plot.call_args_list if call.kwargs.get("label") == "held-out accuracy"]
+    assert curve.args == ([0, 2, 4, 6], [0.3, pytest.approx(0.42), pytest.approx(0.54), 0.9])
 
 
 def test_curves_say_what_they_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,8 +100,12 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, float | None]]:
-    """The lines of a metrics file by step; of a step written twice (a resumed run) the last. Raises DataError."""
-    by_step: dict[int, dict[str, float | None]] = {}
+    """The lines of a metrics file, whose steps ascend. Raises DataError.
+
+    Where a run goes on from an earlier checkpoint, what was written behind that is left out: it is no part of the run.
+    """
+    rows: list[dict[str, float | None]] = []
+    steps: list[int] = []
     for number, line in numbered_lines(path):
         try:
             row = msgspec.json.decode(line, type=dict[str, float | None])
@@ -110,8 +114,12 @@ def read_metrics(path: Path) -> list[dict[str, float | None]]:
             raise DataError(f"{path}:{number}: not a step's metrics: {error}") from None
         if step is None:
             raise DataError(f"{path}:{number}: not a step's metrics: step is null")
-        by_step[int(step)] = row
-    return [by_step[step] for step in sorted(by_step)]
+        while steps and steps[-1] >= int(step):
+            steps.pop()
+            rows.pop()
+        steps.append(int(step))
+        rows.append(row)
+    return rows
 
 
 def evaluation_metrics(event: Evaluated) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.errors import MissingExtra, StorageError
 from penstock.observe import events
+from penstock.observe.evaluations import Evaluations
 from penstock.observe.events import Event
 from penstock.observe.instances import is_loss
 from penstock.observe.metrics import CLIP_FRACTION, ENTROPY, REWARD_MEAN, ROLLOUT_TOKENS_PER_S, STEP_S, TRAINER_WAIT_S
@@ -106,7 +107,10 @@ def _draw_learning(axes: Any, log: Sequence[Event], metrics: Metrics) -> None:
     steps, rewards = column(metrics, REWARD_MEAN)
     axes.plot(steps, rewards, color=BLUE, alpha=0.35, linewidth=1)
     axes.plot(steps, smooth(rewards), color=BLUE, linewidth=1.8, label="reward (mean of a step; smoothed)")
-    evaluated = [event for event in log if isinstance(event, events.Evaluated)]
+    evaluations = Evaluations()
+    for event in log:
+        evaluations.take(event)
+    evaluated = evaluations.standing
     axes.plot(
         [event.step for event in evaluated],
         [event.accuracy for event in evaluated],

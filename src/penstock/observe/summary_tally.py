@@ -5,10 +5,10 @@ Pure: events and metrics go in, counts are read. Refuses to know how figures are
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 
 from penstock.observe import events
+from penstock.observe.evaluations import Evaluations
 from penstock.observe.events import Event
 from penstock.observe.instances import is_loss
 from penstock.observe.metrics import REWARD_MEAN, STEP_S, TRAINER_WAIT_S
@@ -41,7 +41,7 @@ class StepTally:
 
 
 class SummaryTally:
-    """Counts over a run's events, in one pass and bounded memory, so that it may listen to an EventLog.
+    """Counts over a run's events in one pass, so that it may listen to an EventLog; only evaluations take memory.
 
     Not thread-safe: an EventLog hands events on one at a time.
     """
@@ -51,10 +51,7 @@ class SummaryTally:
         self.checkpoint = ""
         """Path of the last one."""
         self.steps = StepTally()
-        self.evaluations = 0
-        self.accuracy_first: float | None = None
-        self.accuracies_last: deque[float] = deque(maxlen=2)
-        """Of the evaluations after the first."""
+        self._evaluations = Evaluations()
         self.samples_finished = self.samples_failed = self.samples_lost = 0
         self.samples_unscored = self.samples_moved = self.warnings = 0
         self.manager_losses = self.manager_restarts = self.samples_recovered = 0
@@ -70,6 +67,19 @@ class SummaryTally:
         self._started_ts = self._last_ts = 0.0
 
     @property
+    def evaluations(self) -> int:
+        return len(self._evaluations.standing)
+
+    @property
+    def accuracy_first(self) -> float | None:
+        return self._evaluations.standing[0].accuracy if self._evaluations.standing else None
+
+    @property
+    def accuracies_last(self) -> list[float]:
+        """Of the last two evaluations after the first."""
+        return [event.accuracy for event in self._evaluations.standing[1:][-2:]]
+
+    @property
     def samples_open(self) -> int:
         """Of batches that never ended."""
         return sum(self._submitted.values())
@@ -81,13 +91,12 @@ class SummaryTally:
         return self._earlier_s + self._wall_s + running
 
     def take(self, event: Event) -> None:
+        self._evaluations.take(event)
         match event:
             case events.RunStarted(run=run, ts=ts):
                 self._begin_part(run, ts)
             case events.RunFinished(outcome=outcome, wall_s=wall_s):
                 self.outcome, self._wall_s = outcome, wall_s
-            case events.Evaluated(accuracy=accuracy):
-                self._take_accuracy(accuracy)
             case events.StepFinished(metrics=metrics):
                 self.steps.take(metrics)
             case events.CheckpointSaved(path=path):
@@ -147,10 +156,3 @@ class SummaryTally:
         elif event.after == "gone":
             self._ready.discard(event.instance)
             self.instances_lost += is_loss(event)
-
-    def _take_accuracy(self, accuracy: float) -> None:
-        self.evaluations += 1
-        if self.accuracy_first is None:
-            self.accuracy_first = accuracy
-        else:
-            self.accuracies_last.append(accuracy)
