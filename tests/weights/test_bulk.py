@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
+import fcntl
 import random
 import socket
+import termios
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from penstock.weights import bulk
 from penstock.weights.bulk import BULK_BYTES, BulkSocket, after
-from penstock.weights.framed import FramedSocket
-from penstock.weights.protocol import LinkLost
+from penstock.weights.framed import FramedSocket, counted_from
+from penstock.weights.protocol import LENGTH, LinkLost
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -117,6 +123,80 @@ async def test_parts_are_let_go_once_they_are_filled() -> None:
     into.append(0)
     held.close()
     other.close()
+
+
+async def test_what_was_read_ahead_comes_first_and_is_placed_by_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first byte in fresh memory has the system clear 2 MiB: not on the loop, nor under the interpreter's lock."""
+    placed: list[bool] = []
+
+    def copy(into: memoryview, data: memoryview, whole: Callable[[memoryview, memoryview], None] = bulk._copy) -> None:
+        placed.append(threading.current_thread() is threading.main_thread())
+        whole(into, data)
+
+    monkeypatch.setattr(bulk, "_copy", copy)
+    one, other = pair()
+    sender, reader = FramedSocket(one, "the reader"), FramedSocket(other, "the sender")
+    data = random.Random(0).randbytes(2 * BULK_BYTES)
+    message = LENGTH.pack(5) + b"words"
+    head = message + data[:5000]
+    await sender.send(head)
+    while unread(other) < len(head):
+        await asyncio.sleep(0.001)
+    assert bytes(await reader.read_message()) == b"words"
+    into = bytearray(len(data))
+    view, heard = memoryview(into), list[tuple[int, int]]()
+    parts = [view[:1000], view[1000:BULK_BYTES], view[BULK_BYTES:]]
+    sending = asyncio.create_task(sender.send(data[5000:]))
+    came = 0
+    while came < len(data):
+        tell = counted_from(lambda number, left: heard.append((number, left)), len(parts) - len(after(parts, came)))
+        came += await reader.read_parts(after(parts, came), len(data) - came, told=tell)
+    await sending
+    assert into == data
+    assert placed == [False, False], "into the first part and the second"
+    assert heard[:2] == [(0, 0), (1, BULK_BYTES - 5000)]
+    assert [number for number, left in heard if not left] == [0, 1, 2]
+    for number in range(3):
+        lefts = [left for which, left in heard if which == number]
+        assert lefts == sorted(lefts, reverse=True)
+    sender.close()
+    reader.close()
+
+
+async def test_a_thread_that_reads_gladly_wakes_the_loop_late_and_keeps_nothing_back_that_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited_for: list[int] = []
+
+    async def receive(held: BulkSocket, parts: Sequence[memoryview], least: int, *rest: Any) -> int:
+        waited_for.append(least)
+        return await whole(held, parts, least, *rest)
+
+    whole = BulkSocket.receive_some
+    monkeypatch.setattr(BulkSocket, "receive_some", receive)
+    one, other = pair()
+    sender, reader = FramedSocket(one, "the reader"), FramedSocket(other, "the sender")
+    data = random.Random(0).randbytes(8 * BULK_BYTES)
+    into = bytearray(len(data))
+    parts = [memoryview(into)[at : at + BULK_BYTES] for at in range(0, len(data), BULK_BYTES)]
+    sending = asyncio.create_task(sender.send(data[:-1]))
+    came = 0
+    while came < len(data) - 1:
+        # The last byte never comes: what is there is not kept back for it.
+        came += await reader.read_parts(after(parts, came), 1, gladly=len(data) - came)
+    await sending
+    assert waited_for[0] == len(data)
+    assert into[:-1] == data[:-1]
+    sender.close()
+    with pytest.raises(LinkLost, match="closed"):
+        await reader.read_parts(after(parts, came), 1, gladly=1)
+    reader.close()
+
+
+def unread(sock: socket.socket) -> int:
+    there = array.array("i", [0])
+    fcntl.ioctl(sock.fileno(), termios.FIONREAD, there)
+    return there[0]
 
 
 def test_what_is_left_of_parts() -> None:

@@ -10,15 +10,17 @@ import array
 import asyncio
 import contextlib
 import fcntl
+import random
 import socket
 import struct
 import termios
 from collections.abc import AsyncIterator
 
 import pytest
-from test_transfer import CHUNK, assert_whole, fetch, store_of
+from test_transfer import CHUNK, TOKEN, assert_whole, fetch, store_of
 
 from penstock.bench.weights_link import DelayProxy
+from penstock.weights import WeightStore
 from penstock.weights.addresses import parse_address
 from penstock.weights.puller import NoMemory, NotInTime
 
@@ -46,6 +48,7 @@ class Between:
         self.down = False
         self.pause_s = 0.0
         """After each piece: a slow link."""
+        self.piece_bytes = 4096
         self.cut = asyncio.Event()
         """A connection was reset."""
 
@@ -81,7 +84,7 @@ class Between:
         up.setblocking(False)
         asking = asyncio.create_task(pass_on(sock, up))
         try:
-            while budget and (data := await loop.sock_recv(up, min(budget, 4096))):
+            while budget and (data := await loop.sock_recv(up, min(budget, self.piece_bytes))):
                 await loop.sock_sendall(sock, data)
                 budget -= len(data)
                 self.passed += len(data)
@@ -130,6 +133,25 @@ async def test_a_sender_that_is_reset_costs_at_most_the_chunk_under_way_on_each_
         assert weights.bytes_fetched == weights.manifest.nbytes, "no whole chunk came twice"
         cuts = len(budgets)
         assert between.passed <= weights.manifest.nbytes + cuts * CHUNK + (cuts + CONNECTIONS) * FRAMES_BYTES
+
+
+@pytest.mark.usefixtures("unpushed")
+async def test_what_a_thread_has_read_and_not_told_yet_when_the_sender_is_reset_does_not_come_again() -> None:
+    """Large raw chunks: the loop is told of many at once."""
+    data = random.Random(0).randbytes(24 << 20)
+    chunk_bytes, cuts = 1 << 20, [(5 << 20) + 12_345, (3 << 20) + 1]
+    store = WeightStore("run", "127.0.0.1", 0, TOKEN, chunk_bytes=chunk_bytes)
+    try:
+        await asyncio.to_thread(store.publish, 0, [("w", "U8", (len(data),), data)], "{}")
+        between = Between(store.start(), list(cuts))
+        between.piece_bytes = 1 << 18
+        async with between.listening() as through:
+            weights = await fetch(through, 0, codec="raw", connections=CONNECTIONS)
+    finally:
+        await asyncio.to_thread(store.close)
+    assert weights.tensors["w"] == data
+    assert weights.bytes_fetched == len(data), "no whole chunk came twice"
+    assert between.passed <= len(data) + len(cuts) * chunk_bytes + (len(cuts) + CONNECTIONS) * FRAMES_BYTES
 
 
 @pytest.mark.usefixtures("unpushed")

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,8 +26,8 @@ from penstock.weights.manifest import Encoding, Made
 from penstock.weights.partial import Partial
 from penstock.weights.puller import NoMemory
 from penstock.weights.relay import Relay
-from penstock.weights.tcp import TcpTransport
-from penstock.weights.transport import Planned, WeightLink, Whole
+from penstock.weights.tcp import TcpLink, TcpTransport
+from penstock.weights.transport import Heard, Planned, WeightLink
 
 ELEMENTS = 60_000
 CHUNK = 8192
@@ -90,6 +91,32 @@ async def test_left_to_itself_a_slow_link_takes_the_difference_and_a_fast_one_ra
         assert codecs(await fetch(address, 1, base=base, rates=slow)) == ["delta:1"]
         assert codecs(await fetch(address, 1, base=base, rates=fast)) == ["raw:1"]
         assert codecs(await fetch(address, 1, rates=Rates(link_bytes_per_s=1e4))) == ["lossless:1"]
+
+
+@pytest.mark.parametrize("how", ["raw", "kept on disk", "lossless"])
+async def test_only_of_raw_chunks_that_nobody_waits_for_the_loop_hears_late(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    async def chunks_into(link: TcpLink, indices: Sequence[int], intos: Sequence[memoryview], *rest: Any) -> int:
+        asked.append((rest[1], sum(map(len, intos))))
+        return await whole(link, indices, intos, *rest)
+
+    whole = TcpLink.chunks_into
+    monkeypatch.setattr(TcpLink, "chunks_into", chunks_into)
+    monkeypatch.setattr("penstock.weights.puller.PUSH_BYTES", 0)
+    async with store_of(0) as (_, address):
+        partial = tmp_path if how == "kept on disk" else None
+        codec = "lossless" if how == "lossless" else "raw"
+        weights = await fetch(address, 0, codec=codec, partial=partial, connections=1)
+    assert_whole(weights, 0)
+    if how == "raw":
+        # Where more can be asked for, it is, once half is there; the last ones come together.
+        assert any(0 < gladly < coming for gladly, coming in asked)
+        assert asked[-1][0] == asked[-1][1] > 0
+    else:
+        assert {gladly for gladly, _ in asked} == {0}
 
 
 async def test_a_direct_difference_over_several_versions_is_encoded_once() -> None:
@@ -318,11 +345,13 @@ class CutLink:
         for index in indices:  # Each comes by itself.
             await self.link.ask_chunks(encoding, [index])
 
-    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview], whole: Whole | None = None) -> int:
+    async def chunks_into(
+        self, indices: Sequence[int], intos: Sequence[memoryview], heard: Heard | None = None, gladly: int = 0
+    ) -> int:
         if not self.cut.left:
             raise WeightError("cut for good")
         self.cut.left -= 1
-        return await self.link.chunks_into(indices[:1], intos[:1], whole)
+        return await self.link.chunks_into(indices[:1], intos[:1], heard)
 
     async def stop(self) -> None:
         self.close()
@@ -346,8 +375,10 @@ class DeafLink(CutLink):
         for index in indices:  # Each comes by itself.
             await self.link.ask_chunks(encoding, [index])
 
-    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview], whole: Whole | None = None) -> int:
-        return await self.link.chunks_into(indices[:1], intos[:1], whole)
+    async def chunks_into(
+        self, indices: Sequence[int], intos: Sequence[memoryview], heard: Heard | None = None, gladly: int = 0
+    ) -> int:
+        return await self.link.chunks_into(indices[:1], intos[:1], heard)
 
 
 async def test_what_a_sender_sent_before_it_died_is_not_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,6 +408,7 @@ async def test_a_pull_that_died_goes_on_from_the_disk(tmp_path: Path, codec: str
 RECEIVER = """
 import asyncio, sys
 from pathlib import Path
+from typing import Any
 sys.path.insert(0, sys.argv[3])
 from test_transfer import CutAfter, fetch
 async def main():

@@ -278,6 +278,18 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         parse_address(text)
 
 
+def test_connections_come_to_the_end_together() -> None:
+    """What one asks for gets less as less is left, so that no other has nothing to do meanwhile."""
+    queue, nbytes = ChunkQueue(32, 3), [10] * 32
+    assert len(queue.take_batch(nbytes, 80, 2)) == 8, "bounded by the bytes"
+    assert [len(queue.take_batch(nbytes, 80, 2)) for _ in range(8)] == [8, 8, 4, 2, 1, 1, 0, 0]
+    assert queue.pending == 0
+    alone = ChunkQueue(32, 3)
+    assert [len(alone.take_batch(nbytes, 160)) for _ in range(3)] == [16, 16, 0]
+    many = ChunkQueue(3, 3)
+    assert [many.take_batch(nbytes, 160, 8) for _ in range(3)] == [[0], [1], [2]]
+
+
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12),
     chunk_bytes=st.integers(1, 50),
@@ -319,6 +331,49 @@ def test_checksums_go_on_in_whatever_order_chunks_come(
         sums.lost(bad)
         assert sums.wrong() == []
         come(bad, 0)
+    sums.check()
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    chunk_bytes=st.integers(1, 50),
+    order=st.randoms(use_true_random=False),
+)
+def test_checksums_go_on_by_pieces_of_chunks_and_begin_anew_with_what_is_lost(
+    sizes: list[int], chunk_bytes: int, order: random.Random
+) -> None:
+    stream = order.randbytes(sum(sizes))
+    starts = list(accumulate(sizes, initial=0))
+    tensors = tuple(
+        TensorEntry(name=f"t{k}", dtype="U8", shape=(n,), nbytes=n, xxh3=digest(stream[at : at + n]))
+        for k, (n, at) in enumerate(zip(sizes, starts, strict=False))
+    )
+    chunks = tuple(ChunkEntry(offset=a, nbytes=n, raw_nbytes=n, xxh3=0) for a, n in cut(len(stream), chunk_bytes))
+    staging = bytearray(len(stream))
+    sums = TensorSums(msgspec.structs.replace(manifest_of(), tensors=tensors, chunks=chunks), memoryview(staging))
+    there = [0] * len(chunks)
+
+    def come(index: int, nbytes: int, data: bytes) -> None:
+        chunk = chunks[index]
+        staging[chunk.offset + there[index] : chunk.offset + nbytes] = data[
+            chunk.offset + there[index] : chunk.offset + nbytes
+        ]
+        there[index] = nbytes
+        sums.came(index, nbytes)
+
+    for _ in range(3 * len(chunks)):
+        index = order.randrange(len(chunks))
+        if order.random() < 0.2:
+            # Half of it came, other bytes than those that come again.
+            come(index, max(there[index], chunks[index].nbytes // 2), bytes(len(stream)))
+            there[index] = 0
+            sums.lost(index)
+        else:
+            come(index, order.randint(there[index], chunks[index].nbytes), stream)
+        assert sums.has(index) == (there[index] == chunks[index].nbytes)
+    for index in order.sample(range(len(chunks)), len(chunks)):
+        come(index, chunks[index].nbytes, stream)
+    assert staging == stream
     sums.check()
 
 

@@ -23,7 +23,7 @@ from penstock.weights import protocol as words
 from penstock.weights.framed import FramedSocket
 from penstock.weights.manifest import Encoding, Made, sign_manifest
 from penstock.weights.tcp import TcpTransport
-from penstock.weights.transport import Planned, WeightLink, Whole
+from penstock.weights.transport import Heard, Planned, WeightLink
 
 TOKEN = "the-run's-token"
 CONFIG = '{"model_type": "llama"}'
@@ -488,12 +488,14 @@ class GatedLink:
         for index in indices:  # Each comes by itself.
             await self.link.ask_chunks(encoding, [index])
 
-    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview], whole: Whole | None = None) -> int:
+    async def chunks_into(
+        self, indices: Sequence[int], intos: Sequence[memoryview], heard: Heard | None = None, gladly: int = 0
+    ) -> int:
         self.gate.left -= 1
         if self.gate.left == 0:
             self.gate.reached.set()
             await self.gate.go_on.wait()
-        return await self.link.chunks_into(indices[:1], intos[:1], whole)
+        return await self.link.chunks_into(indices[:1], intos[:1], heard)
 
     async def stop(self) -> None:
         self.close()
@@ -578,7 +580,9 @@ class LyingTransport:
     async def ask_chunks(self, encoding: Encoding, indices: Sequence[int]) -> None:
         return None
 
-    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview], whole: Whole | None = None) -> int:
+    async def chunks_into(
+        self, indices: Sequence[int], intos: Sequence[memoryview], heard: Heard | None = None, gladly: int = 0
+    ) -> int:
         chunk = self.manifest_.chunks[indices[0]]
         intos[0][:] = self.stream[chunk.offset : chunk.offset + chunk.raw_nbytes]
         return 1

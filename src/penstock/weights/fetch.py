@@ -35,6 +35,9 @@ CHUNK_RETRIES = 3
 AHEAD_BYTES = 32 << 20
 """Asked for and not here yet, on one connection: so much is on its way on 10 Gb/s with 26 ms. Several chunks, so that
 the next one is coming while the last one is verified."""
+AHEAD_RAW_BYTES = 64 << 20
+"""Of raw chunks, which need no memory of their own: where the two ends are near, each message costs both of them more
+processor time than a MiB of what it brings."""
 THREAD_BYTES = 1 << 20
 """Larger chunks are verified on a thread, while others come in."""
 READY_BYTES = 32 << 20
@@ -89,6 +92,7 @@ class Fetch:
         self._coder = None if manifest.codec == "raw" else codec_of(manifest.codec)
         self._dtypes = chunk_dtypes(manifest)
         self._nbytes = [chunk.nbytes for chunk in manifest.chunks]
+        self._ahead_bytes = AHEAD_BYTES if self._coder is not None else AHEAD_RAW_BYTES
         self._was_draft = manifest.is_draft
         made = next((index for index, nbytes in enumerate(self._nbytes) if not nbytes), len(self._nbytes))
         self._queue = ChunkQueue(len(manifest.chunks), CHUNK_RETRIES, made)
@@ -100,6 +104,8 @@ class Fetch:
         self._ready_lock = Lock()
         self._room = asyncio.Event()
         self._share = max(manifest.nbytes // SHARES, 1)
+        self._sharers = 0
+        """Connections that fetch now."""
         self._decode_s = 0.0
         self._failed = False
         self._relay: Relay | None = None
@@ -156,6 +162,13 @@ class Fetch:
 
     async def run(self, connection: Connection, pushed: Sequence[int] = ()) -> None:
         """Fetches chunks until none is left; waits while others hold the last ones, which may come back."""
+        self._sharers += 1
+        try:
+            await self._run(connection, pushed)
+        finally:
+            self._sharers -= 1
+
+    async def _run(self, connection: Connection, pushed: Sequence[int]) -> None:
         asked = deque((index, self._buffer(index)) for index in pushed)
         dying: WeightLink | None = None
         while self._queue.left:
@@ -177,7 +190,8 @@ class Fetch:
                         self._changed.clear()
                         await self._changed.wait()
                     continue
-                came = await link.chunks_into([index for index, _ in asked], [into for _, into in asked], self._at_once)
+                indices, intos = [index for index, _ in asked], [into for _, into in asked]
+                came = await link.chunks_into(indices, intos, self._at_once, self._gladly(asked))
             except WeightError as error:
                 if not isinstance(error, LinkLost) and not connection.on_relay:
                     raise
@@ -254,12 +268,18 @@ class Fetch:
             sums.lost(index)
         return wrong
 
-    def _at_once(self, index: int, data: memoryview) -> None:
-        """On the thread that has just read it: a chunk is verified while it is in the processor's cache."""
-        good = self._by_tensors or check_chunk(self._manifest.chunks[index], data)
-        if good and self._coder is None and self._sums is not None:
-            self._sums.came(index)
-        self._verdicts[index] = good
+    def _at_once(self, index: int, data: memoryview, left: int) -> None:
+        """On the thread that has just read all but `left` bytes: they are verified while they are in the processor's
+        cache."""
+        if self._by_tensors and self._sums is not None:
+            self._sums.came(index, len(data) - left)
+            good = True
+        elif not left:
+            good = check_chunk(self._manifest.chunks[index], data)
+            if good and self._coder is None and self._sums is not None:
+                self._sums.came(index)
+        if not left:
+            self._verdicts[index] = good
 
     async def _verified(self, index: int, data: memoryview) -> bool:
         good = self._verdicts.pop(index, None)
@@ -271,11 +291,24 @@ class Fetch:
             return check_chunk(chunk, data)
         return await asyncio.get_running_loop().run_in_executor(self._threads, check_chunk, chunk, data)
 
+    def _gladly(self, asked: Sequence[Asked]) -> int:
+        """Bytes that come before there is anything to be done but to take note of them; 0 where each chunk is waited
+        for. Each time that the loop is woken costs processor time and keeps the interpreter's lock from who reads."""
+        if not self._by_tensors:
+            return 0
+        return sum(len(into) for _, into in asked) - (self._enough if self._queue.pending else 0)
+
+    @property
+    def _enough(self) -> int:
+        """More bytes than so many that are asked for and not here yet are enough for now."""
+        return min(self._ahead_bytes, self._share) // 2
+
     async def _ask_ahead(self, link: WeightLink, asked: deque[Asked]) -> None:
         on_its_way = sum(len(into) for _, into in asked)
-        if asked and on_its_way > min(AHEAD_BYTES, self._share) // 2:
+        if asked and on_its_way > self._enough:
             return  # One message asks for several.
-        batch = self._queue.take_batch(self._nbytes, min(AHEAD_BYTES - on_its_way, self._share))
+        most_bytes = min(self._ahead_bytes - on_its_way, self._share)
+        batch = self._queue.take_batch(self._nbytes, most_bytes, self._sharers)
         if not batch:
             return
         try:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Protocol
 
-from penstock.weights.bulk import BULK_BYTES, BulkSocket, after, nobody
+from penstock.weights.bulk import BULK_BYTES, BulkSocket, Told, after, nobody
 from penstock.weights.plan import Bytes
 from penstock.weights.protocol import LENGTH, LinkLost, message_length
 
@@ -35,12 +34,12 @@ class Framed(Protocol):
     async def read_into(self, into: memoryview) -> None: ...
 
     async def read_parts(
-        self, parts: Sequence[memoryview], least: int, wait_s: float = 0.0, whole: Callable[[int], None] = nobody
+        self, parts: Sequence[memoryview], least: int, wait_s: float = 0.0, told: Told = nobody, gladly: int = 0
     ) -> int:
         """Fills `parts` one after the other, until `least` bytes came or more that were there; returns how many.
 
-        The rest may be written to meanwhile, and is what has to be read next. A thread that reads tells `whole` the
-        number of each part once it is filled."""
+        The rest may be written to meanwhile, and is what has to be read next. A thread that reads tells `told` what
+        came, and goes on until it is `gladly` bytes or no more come for a moment."""
         ...
 
     async def read_message(self, wait_s: float = 0.0) -> memoryview:
@@ -92,18 +91,19 @@ class FramedSocket:
         await self.read_parts([into], len(into), wait_s)
 
     async def read_parts(
-        self, parts: Sequence[memoryview], least: int, wait_s: float = 0.0, whole: Callable[[int], None] = nobody
+        self, parts: Sequence[memoryview], least: int, wait_s: float = 0.0, told: Told = nobody, gladly: int = 0
     ) -> int:
         """Fills `parts` one after the other, until `least` bytes came or more that were there; returns how many.
 
         Small reads take what else is there with them, for the next ones. Large ones go on meanwhile: the next is for
-        the rest of `parts`. `whole` hears which of them a thread has filled.
+        the rest of `parts`. `told` hears what a thread has read, which goes on until it is `gladly` bytes or no more
+        come for a moment.
         """
         left, came = after(parts, 0), 0
         try:
             while came < least:
-                tell = partial(counted_from, whole, len(parts) - len(left))
-                got = await self._read_some(left, least - came, wait_s, tell)
+                from_left = counted_from(told, len(parts) - len(left))
+                got = await self._read_some(left, max(least, gladly) - came, wait_s, from_left)
                 left, came = after(left, got), came + got
         except TimeoutError:
             raise LinkLost(f"{self._peer} sent no byte for {self._io_s:g} s") from None
@@ -111,18 +111,19 @@ class FramedSocket:
             raise LinkLost(f"the connection to {self._peer} broke: {error}") from error
         return came
 
-    async def _read_some(
-        self, left: Sequence[memoryview], least: int, wait_s: float, whole: Callable[[int], None]
-    ) -> int:
+    async def _read_some(self, left: Sequence[memoryview], least: int, wait_s: float, told: Told) -> int:
         """Bytes that came into `left`; 0 where they are ahead."""
-        if self._ahead:
-            found = self._ahead[: len(left[0])]
-            left[0][: len(found)] = found
-            self._ahead = self._ahead[len(found) :]
-            return len(found)
         many = self._bulk.receives or sum(map(len, left)) >= BULK_BYTES
-        if many and (got := await self._bulk.receive_some(left, least, whole)):
-            return got
+        ahead = self._ahead
+        if ahead and not many:
+            found = ahead[: len(left[0])]
+            left[0][: len(found)] = found
+            self._ahead = ahead[len(found) :]
+            return len(found)
+        if many:
+            self._ahead = ahead[:0]
+            if got := await self._bulk.receive_some(left, least, told, ahead):
+                return got
         into = _on_the_loop(left[0])
         small = len(into) < PIECE_BYTES
         async with asyncio.timeout(self._io_s + wait_s):
@@ -150,9 +151,9 @@ class FramedSocket:
         self._bulk.close()
 
 
-def counted_from(whole: Callable[[int], None], first: int, number: int) -> None:
-    """Tells `whole` the number of a part in a list that begins `first` earlier."""
-    whole(first + number)
+def counted_from(told: Told, first: int) -> Told:
+    """Tells `told` the number of a part in a list that begins `first` earlier."""
+    return (lambda number, left: told(first + number, left)) if first else told
 
 
 def _on_the_loop(data: memoryview) -> memoryview:

@@ -276,6 +276,11 @@ class ChunkQueue:
         return self._left
 
     @property
+    def pending(self) -> int:
+        """Chunks that could be taken now."""
+        return len(self._pending)
+
+    @property
     def refetched(self) -> int:
         """Chunks that came wrong, counted each time."""
         return sum(self._bad.values())
@@ -300,11 +305,12 @@ class ChunkQueue:
         self._taken.add(index)
         return index
 
-    def take_batch(self, nbytes: Sequence[int], most_bytes: int) -> list[int]:
-        """Chunks to ask for at once: at least one where any is pending, and no more than `most_bytes` beyond it."""
+    def take_batch(self, nbytes: Sequence[int], most_bytes: int, sharers: int = 1) -> list[int]:
+        """Chunks to ask for at once: at least one where any is pending, and no more than `most_bytes` beyond it, nor
+        than one of so many `sharers` should have of what is pending, so that they come to the end together."""
         batch: list[int] = []
-        total = 0
-        while self._pending and len(batch) < MAX_BATCH:
+        total, most = 0, min(MAX_BATCH, -(-len(self._pending) // sharers))
+        while self._pending and len(batch) < most:
             total += nbytes[self._pending[0]]
             if batch and total > most_bytes:
                 break

@@ -72,7 +72,7 @@ PUSH_SHARES = 4
 """Of a small version no more than one part in so many is pushed: the rest is for the puller's other connections."""
 PUSH_LEAST_BYTES = 1 << 20
 PUSH_MOST_BYTES = 8 << 20
-SEND_BYTES = 16 << 20
+SEND_BYTES = 32 << 20
 """Chunks that are there go out together, up to so much: less than a puller asks for ahead."""
 
 log = logging.getLogger(__name__)

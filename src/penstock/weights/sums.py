@@ -1,12 +1,13 @@
 """Verifying tensors while their chunks still come.
 
-A tensor's checksum goes on, chunk by chunk, as far as all before is there: bytes are read while they are still in the
+A tensor's checksum goes on, piece by piece, as far as all before is there: bytes are read while they are still in the
 processor's cache, and hardly anything is left to be done when the last chunk has come. Knows of no sockets and starts
 no threads; whoever brings a chunk does the work.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -32,10 +33,12 @@ def _new_sum() -> xxh3_64:
 class _Sum:
     """Of one tensor: how far it has come."""
 
-    def __init__(self, following: int) -> None:
+    def __init__(self, at: int, following: int) -> None:
         self.value = _new_sum()
+        self.at = at
+        """The byte of the stream that it goes on with."""
         self.following = following
-        """The chunk that it goes on with."""
+        """The chunk in which that is."""
         self.busy = False
 
 
@@ -46,7 +49,8 @@ class TensorSums:
         self._manifest = manifest
         self._stream = stream
         self._offsets = tensor_offsets(manifest.tensors)
-        self._there = bytearray(len(manifest.chunks))
+        self._there = [0] * len(manifest.chunks)
+        """How many of a chunk's first bytes are in their place."""
         self._tensors_of: list[range] = []
         firsts, ends = [0] * len(manifest.tensors), [0] * len(manifest.tensors)
         first = 0
@@ -61,23 +65,28 @@ class TensorSums:
                 last += 1
             self._tensors_of.append(range(first, last))
         self._chunks_of = [range(begin, end) for begin, end in zip(firsts, ends)]
-        self._sums = [_Sum(chunks.start) for chunks in self._chunks_of]
+        self._sums = [self._new(tensor) for tensor in range(len(manifest.tensors))]
         self._lock = Lock()
         self._found: dict[int, int] = {}
-        for tensor, chunks in enumerate(self._chunks_of):
-            if not chunks:
-                self._go_on(tensor)  # Without bytes, no chunk stands for it.
+        for tensor, entry in enumerate(manifest.tensors):
+            if not entry.nbytes:
+                self._go_on(tensor)  # No byte stands for it.
 
     def has(self, chunk: int) -> bool:
-        return bool(self._there[chunk])
+        return self._there[chunk] == self._manifest.chunks[chunk].raw_nbytes
 
-    def came(self, chunk: int) -> None:
-        """Its bytes are in their place; goes on with the checksums that waited for it."""
+    def came(self, chunk: int, nbytes: int | None = None) -> None:
+        """Its first `nbytes`, or all, are in their place; goes on with the checksums that waited for them."""
+        entry = self._manifest.chunks[chunk]
+        nbytes = entry.raw_nbytes if nbytes is None else nbytes
         with self._lock:
-            if self._there[chunk]:
+            before = self._there[chunk]
+            if before >= nbytes:
                 return
-            self._there[chunk] = 1
-        for tensor in self._tensors_of[chunk]:
+            self._there[chunk] = nbytes
+        # The tensors of these bytes: of those that begin with the first, the last one has it.
+        first = bisect_right(self._offsets, entry.offset + before) - 1
+        for tensor in range(first, bisect_left(self._offsets, entry.offset + nbytes)):
             self._go_on(tensor)
 
     def lost(self, chunk: int) -> None:
@@ -87,8 +96,9 @@ class TensorSums:
                 return
             self._there[chunk] = 0
             for tensor in self._tensors_of[chunk]:
-                self._sums[tensor] = _Sum(self._chunks_of[tensor].start)
-                self._found.pop(tensor, None)
+                if self._manifest.tensors[tensor].nbytes:
+                    self._sums[tensor] = self._new(tensor)
+                    self._found.pop(tensor, None)
 
     def wrong(self) -> list[int]:
         """Tensors that are whole, and not as they should be."""
@@ -106,23 +116,28 @@ class TensorSums:
             if found != tensor.xxh3:
                 raise does_not_verify(self._manifest.version, tensor, found)
 
+    def _new(self, tensor: int) -> _Sum:
+        return _Sum(self._offsets[tensor], self._chunks_of[tensor].start)
+
     def _go_on(self, tensor: int) -> None:
-        """As far as the chunks reach, unless another thread is at it: that one goes on with this chunk too."""
-        sum_, end = self._sums[tensor], self._chunks_of[tensor].stop
+        """As far as bytes are there, unless another thread is at it: that one goes on with these too."""
+        sum_, end = self._sums[tensor], self._offsets[tensor + 1]
         with self._lock:
             if sum_.busy:
                 return
             sum_.busy = True
         while True:
             with self._lock:
-                if sum_.following == end:
+                if sum_.at == end:
                     if self._sums[tensor] is sum_:
                         self._found[tensor] = sum_.value.intdigest()
                     return
-                if not self._there[sum_.following]:
+                chunk = self._manifest.chunks[sum_.following]
+                there = min(chunk.offset + self._there[sum_.following], end)
+                if there <= sum_.at:
                     sum_.busy = False
                     return
-            chunk = self._manifest.chunks[sum_.following]
-            start = max(chunk.offset, self._offsets[tensor])
-            sum_.value.update(self._stream[start : min(chunk.offset + chunk.raw_nbytes, self._offsets[tensor + 1])])
-            sum_.following += 1
+            sum_.value.update(self._stream[sum_.at : there])
+            sum_.at = there
+            if there == chunk.offset + chunk.raw_nbytes:
+                sum_.following += 1

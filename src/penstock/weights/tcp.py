@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.errors import WeightError
 from penstock.weights.addresses import format_address, parse_addresses
-from penstock.weights.bulk import after, nobody
+from penstock.weights.bulk import Told, after, nobody
 from penstock.weights.framed import IO_S, Framed, FramedSocket, counted_from
 from penstock.weights.manifest import Encoding, Made
 from penstock.weights.plan import digest
@@ -51,7 +51,7 @@ from penstock.weights.protocol import (
     refusal,
 )
 from penstock.weights.tls_socket import TlsSocket, relay_client_context
-from penstock.weights.transport import CONNECT_S, Fetcher, Mapper, Planned, Reader, WayClosed, WeightLink, Whole
+from penstock.weights.transport import CONNECT_S, Fetcher, Heard, Mapper, Planned, Reader, WayClosed, WeightLink
 
 HANDSHAKE_S = 30.0
 KEEP_S = 300.0
@@ -202,8 +202,8 @@ class TcpLink:
         """Whether the version last planned lies where this end can map it."""
         self._coming: list[memoryview] = []
         """What is left to be filled of the last reply's chunks."""
-        self._whole: Callable[[int], None] = nobody
-        """Hears the number, in the last reply, of each chunk that a thread has filled."""
+        self._told: Told = nobody
+        """Hears what a thread reads, by the number that a chunk has in the last reply."""
         self._count = 0
         """Of chunks in the last reply."""
         self.ways: tuple[Way, ...] = ()
@@ -295,9 +295,11 @@ class TcpLink:
         by = "" if self._reader is None else self._by
         await self._framed.send(encode_message(GetChunks(encoding=encoding, indices=tuple(indices), by=by)))
 
-    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview], whole: Whole | None = None) -> int:
+    async def chunks_into(
+        self, indices: Sequence[int], intos: Sequence[memoryview], heard: Heard | None = None, gladly: int = 0
+    ) -> int:
         if self._coming:
-            return await self._some()
+            return await self._some(gladly)
         reply = await self._reply()
         if not isinstance(reply, ChunkReply) or not 0 < reply.count <= len(indices):
             raise BadMessage(f"{self._source} answered a chunk request with {type(reply).__name__}")
@@ -311,18 +313,17 @@ class TcpLink:
             await self._fetch(reply, indices[0], intos[0])
             return 1
         self._coming, self._count = list(intos), len(intos)
-        self._whole = partial(_tell_of, whole, list(zip(indices, intos)))
-        return await self._some()
+        self._told = _by_number(heard, list(zip(indices, intos)))
+        return await self._some(gladly)
 
-    async def _some(self) -> int:
+    async def _some(self, gladly: int) -> int:
         """The next of the chunks that are coming, with those that are here at once."""
-        before = len(self._coming)
-        whole = partial(counted_from, self._whole, self._count - before)
-        self._coming = after(
-            self._coming, await self._framed.read_parts(self._coming, len(self._coming[0]), whole=whole)
-        )
+        coming, before = self._coming, len(self._coming)
+        told = counted_from(self._told, self._count - before)
+        gladly = min(gladly, sum(map(len, coming)))
+        self._coming = after(coming, await self._framed.read_parts(coming, len(coming[0]), told=told, gladly=gladly))
         if not self._coming:
-            self._whole = nobody  # Memory is given out again once nobody refers to it.
+            self._told = nobody  # Memory is given out again once nobody refers to it.
         return before - len(self._coming)
 
     async def _fetch(self, reply: ChunkReply, index: int, into: memoryview) -> None:
@@ -364,9 +365,15 @@ class TcpLink:
         return reply
 
 
-def _tell_of(whole: Whole | None, chunks: Sequence[tuple[int, memoryview]], number: int) -> None:
-    if whole is not None:
-        whole(*chunks[number])
+def _by_number(heard: Heard | None, chunks: Sequence[tuple[int, memoryview]]) -> Told:
+    if heard is None:
+        return nobody
+
+    def told(number: int, left: int) -> None:
+        index, into = chunks[number]
+        heard(index, into, left)
+
+    return told
 
 
 async def _open(host: str, port: int) -> socket.socket:

@@ -8,12 +8,12 @@ import hashlib
 import socket
 import ssl
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.errors import MissingExtra
 from penstock.tls import refusal_words, tell_late
-from penstock.weights.bulk import after, nobody
+from penstock.weights.bulk import Told, after, nobody
 from penstock.weights.plan import Bytes
 from penstock.weights.protocol import LENGTH, LinkLost, TokenRefused, message_length
 
@@ -93,7 +93,7 @@ class TlsSocket:
         await self.read_parts([into], len(into), wait_s)
 
     async def read_parts(
-        self, parts: Sequence[memoryview], least: int, wait_s: float = 0.0, whole: Callable[[int], None] = nobody
+        self, parts: Sequence[memoryview], least: int, wait_s: float = 0.0, told: Told = nobody, gladly: int = 0
     ) -> int:
         """Fills `parts` one after the other, until `least` bytes came; returns how many. Reads on no thread."""
         left, came = after(parts, 0), 0

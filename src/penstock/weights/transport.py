@@ -52,8 +52,8 @@ class Planned:
     """Where the first step's bytes lie whole, for `WeightLink.mapped`; empty where they have to be fetched."""
 
 
-Whole = Callable[[int, memoryview], None]
-"""Hears of a chunk that is whole, and of its bytes, on the thread that has just read them."""
+Heard = Callable[[int, memoryview, int], None]
+"""Hears, on the thread that reads, of a chunk, where its bytes go, and how many of them are still to come."""
 
 
 class WeightLink(Protocol):
@@ -103,10 +103,13 @@ class WeightLink(Protocol):
         """Asks for chunks; each then has to be read, in that order, with `chunks_into`."""
         ...
 
-    async def chunks_into(self, indices: Sequence[int], intos: Sequence[memoryview], whole: Whole | None = None) -> int:
+    async def chunks_into(
+        self, indices: Sequence[int], intos: Sequence[memoryview], heard: Heard | None = None, gladly: int = 0
+    ) -> int:
         """Fills the first of `intos` with the next chunks asked for, which are `indices`; returns how many came, at
         least one. They are not verified yet. The rest may be written to until all came or the link is stopped. Where
-        a thread reads, it tells `whole` of each chunk before that counts as come."""
+        a thread reads, it tells `heard` what came before that counts as come, and goes on until it is `gladly` bytes
+        or no more come for a moment."""
         ...
 
     async def stop(self) -> None:
