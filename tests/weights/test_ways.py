@@ -383,6 +383,22 @@ def test_memory_that_somebody_still_looks_at_is_not_given_out_again() -> None:
     assert len(memory.buffer(100)) == 100
 
 
+def test_memory_that_only_garbage_refers_to_is_given_out_before_more_is_taken() -> None:
+    memory = Recycled()
+    serving, staged = memory.buffer(8192), memory.buffer(8192)
+    staged[:3] = b"abc"
+    ring: list[object] = [staged]
+    ring.append(ring)
+    gc.disable()
+    try:
+        del staged, ring
+        assert memory.spare(8192) is None
+        assert bytes(memory.buffer(8192)[:3]) == b"abc"
+    finally:
+        gc.enable()
+    assert not any(serving)
+
+
 # Instances that speak TLS
 
 

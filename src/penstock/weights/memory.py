@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import mmap
 import os
@@ -51,7 +52,12 @@ class Recycled:
 
     def buffer(self, nbytes: int) -> memoryview:
         """A writable buffer of `nbytes`, whose content is anything."""
-        if (spare := self.spare(nbytes)) is not None:
+        spare = self.spare(nbytes)
+        if spare is None and len(self._held) >= self._most:
+            # A pull that was cut leaves a task group and its error, which refer to each other and to what was staged.
+            gc.collect()
+            spare = self.spare(nbytes)
+        if spare is not None:
             return spare
         self._held = [mapped for mapped in self._held if not _is_free(mapped)]
         buffer = (self._lender.buffer(nbytes) if self._lender is not None else None) or host_buffer(nbytes)
