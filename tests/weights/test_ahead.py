@@ -241,6 +241,40 @@ async def test_what_a_cut_pull_left_half_changed_is_not_built_on(
         await loading.close()
 
 
+async def test_the_next_pull_is_staged_where_a_cut_one_was(decoding: Decoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with store_of(*range(4), keep_versions=9) as (_, address):
+        loading = await begun(address)
+        loading._ahead.drop()
+        changed, goes_on = threading.Event(), threading.Event()
+        whole = fetch.decode_chunk
+
+        def halting(*work: object) -> None:
+            whole(*work)  # type: ignore[arg-type]
+            changed.set()
+            goes_on.wait(30)
+
+        monkeypatch.setattr(fetch, "decode_chunk", halting)
+        gc.disable()
+        try:
+            pulling = asyncio.create_task(loading.pull(address, 2, 30))
+            assert await asyncio.to_thread(changed.wait, 30)
+            goes_on.set()
+            pulling.cancel()
+            await asyncio.wait((pulling,))
+            assert pulling.cancelled()
+            del pulling
+            held = set(map(id, loading._memory._held))
+            monkeypatch.setattr(fetch, "decode_chunk", whole)
+            while any(thread.name.startswith("weight-decode") for thread in threading.enumerate()):
+                await asyncio.sleep(0.01)
+            staged = await loading.pull(address, 3, 30)
+            assert id(staged.stream.obj) in held
+            assert_whole(staged, 3)
+        finally:
+            gc.enable()
+        await loading.close()
+
+
 async def test_a_full_version_in_between_ends_it_until_differences_come_again(decoding: Decoding) -> None:
     async with store_of(*range(5), keep_versions=9) as (_, address):
         loading = await begun(address)

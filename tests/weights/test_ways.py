@@ -393,7 +393,9 @@ def test_memory_that_only_garbage_refers_to_is_given_out_before_more_is_taken() 
     try:
         del staged, ring
         assert memory.spare(8192) is None
+        memory.littered = True
         assert bytes(memory.buffer(8192)[:3]) == b"abc"
+        assert not memory.littered
     finally:
         gc.enable()
     assert not any(serving)

@@ -280,14 +280,20 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 def test_connections_come_to_the_end_together() -> None:
     """What one asks for gets less as less is left, so that no other has nothing to do meanwhile."""
-    queue, nbytes = ChunkQueue(32, 3), [10] * 32
-    assert len(queue.take_batch(nbytes, 80, 2)) == 8, "bounded by the bytes"
-    assert [len(queue.take_batch(nbytes, 80, 2)) for _ in range(8)] == [8, 8, 4, 2, 1, 1, 0, 0]
+    queue, nbytes = ChunkQueue(32, 3), [4 << 20] * 32
+    assert len(queue.take_batch(nbytes, 32 << 20, 2)) == 8, "bounded by the bytes"
+    assert [len(queue.take_batch(nbytes, 32 << 20, 2)) for _ in range(8)] == [8, 8, 4, 2, 1, 1, 0, 0]
     assert queue.pending == 0
     alone = ChunkQueue(32, 3)
-    assert [len(alone.take_batch(nbytes, 160)) for _ in range(3)] == [16, 16, 0]
+    assert [len(alone.take_batch(nbytes, 64 << 20)) for _ in range(3)] == [16, 16, 0]
     many = ChunkQueue(3, 3)
-    assert [many.take_batch(nbytes, 160, 8) for _ in range(3)] == [[0], [1], [2]]
+    assert [many.take_batch(nbytes, 64 << 20, 8) for _ in range(3)] == [[0], [1], [2]]
+
+
+def test_a_little_is_asked_for_at_once_and_not_by_halves() -> None:
+    """Each request costs a round trip: eight MiB of small chunks take two, not one for each half of what is left."""
+    small = ChunkQueue(128, 3)
+    assert [len(small.take_batch([64 << 10] * 128, 64 << 20, 4)) for _ in range(3)] == [64, 64, 0]
 
 
 @given(

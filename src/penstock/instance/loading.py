@@ -111,22 +111,7 @@ class WeightLoader:
             relay = Relay(self._token, port=self._relay_port, secure=self._secure, lenders=lenders)
             relay.start()
             self._relay = relay
-        staged = await pull(
-            source,
-            version,
-            self._token,
-            connections=self._connections,
-            deadline_s=deadline_s,
-            max_bytes=self._max_bytes,
-            transport=self._transport,
-            codec=self._codec,
-            base=self._base,
-            rates=self._rates,
-            relay=self._relay,
-            partial=self._partial_folder,
-            memory=self._staging if self._keeps or self._relay is not None else fresh,
-            layout=self._layout,
-        )
+        staged = await self._pulled(source, version, deadline_s)
         if self._lender is not None and self._relay is not None and (place := self._lender.place(staged.stream)):
             self._lender.lend(staged.stream)
             self._relay.lend(version, encode_manifest(staged.manifest), self._lender.kind, place)
@@ -147,6 +132,28 @@ class WeightLoader:
     async def base_is_ahead(self, timeout_s: float) -> bool:
         """Whether, within that time, the base lies where the next difference is applied to it in place."""
         return await asyncio.to_thread(self._ahead.wait, timeout_s)
+
+    async def _pulled(self, source: str, version: int, deadline_s: float) -> StagedWeights:
+        try:
+            return await pull(
+                source,
+                version,
+                self._token,
+                connections=self._connections,
+                deadline_s=deadline_s,
+                max_bytes=self._max_bytes,
+                transport=self._transport,
+                codec=self._codec,
+                base=self._base,
+                rates=self._rates,
+                relay=self._relay,
+                partial=self._partial_folder,
+                memory=self._staging if self._keeps or self._relay is not None else fresh,
+                layout=self._layout,
+            )
+        except BaseException:
+            self._memory.littered = True
+            raise
 
     def _staging(self, nbytes: int, base: memoryview | None) -> tuple[memoryview, int]:
         prepared = self._ahead.take(base)

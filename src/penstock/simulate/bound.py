@@ -37,7 +37,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.simulate.bound_phases import SIMPSON, TRAPEZOIDS, Cost, Demands, Supply, longer_s, prefilled_tokens
 from penstock.simulate.machine import SimSample
@@ -154,7 +154,11 @@ class _Step:
 
     def _alone(self, together: int) -> tuple[float, float]:
         """(longest answer alone and its group trained, first micro-batch's groups complete)."""
+        every = [*_remote_kinds(self.profile), self.profile.reserved]
         kinds = [_fastest(_remote_kinds(self.profile)), _fastest([self.profile.reserved])]
+        if any(kind.shared_prompts for kind in every):
+            # Who moves to where a sibling runs has its prompt there already, and has paid for it on the other kind.
+            kinds = [replace(kind, prefill=min(kind.prefill for kind in kinds)) for kind in kinds]
         complete = []
         for group in self.groups:
             complete.append(

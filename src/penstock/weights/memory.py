@@ -39,6 +39,8 @@ class Recycled:
         self._most = most
         self._lender = lender
         self._held: list[mmap.mmap] = []
+        self.littered = False
+        """A pull was cut: it leaves a task group and its error, which refer to each other and to what was staged."""
 
     def spare(self, nbytes: int) -> memoryview | None:
         """One that was given out before, where nothing refers to it any more; its content is anything."""
@@ -53,10 +55,10 @@ class Recycled:
     def buffer(self, nbytes: int) -> memoryview:
         """A writable buffer of `nbytes`, whose content is anything."""
         spare = self.spare(nbytes)
-        if spare is None and len(self._held) >= self._most:
-            # A pull that was cut leaves a task group and its error, which refer to each other and to what was staged.
+        if spare is None and self.littered:
             gc.collect()
             spare = self.spare(nbytes)
+            self.littered = spare is None
         if spare is not None:
             return spare
         self._held = [mapped for mapped in self._held if not _is_free(mapped)]

@@ -59,6 +59,8 @@ MAX_CHUNK_BYTES = 1 << 30
 MAX_DIMENSIONS = 32
 MAX_BATCH = 1024
 """Chunks asked for in one message."""
+LEAST_SHARE_BYTES = 4 << 20
+"""Less is asked for at once, whoever else has nothing to do: on a link with a round trip a request costs more."""
 
 
 @cache
@@ -307,10 +309,13 @@ class ChunkQueue:
 
     def take_batch(self, nbytes: Sequence[int], most_bytes: int, sharers: int = 1) -> list[int]:
         """Chunks to ask for at once: at least one where any is pending, and no more than `most_bytes` beyond it, nor
-        than one of so many `sharers` should have of what is pending, so that they come to the end together."""
+        than one of so many `sharers` should have of what is pending, so that they come to the end together. So little
+        that another request costs more than it brings (`LEAST_SHARE_BYTES`) is not shared out."""
         batch: list[int] = []
-        total, most = 0, min(MAX_BATCH, -(-len(self._pending) // sharers))
-        while self._pending and len(batch) < most:
+        total, share = 0, -(-len(self._pending) // sharers)
+        while self._pending and len(batch) < MAX_BATCH:
+            if len(batch) >= share and total >= LEAST_SHARE_BYTES:
+                break
             total += nbytes[self._pending[0]]
             if batch and total > most_bytes:
                 break

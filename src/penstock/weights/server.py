@@ -73,7 +73,7 @@ PUSH_SHARES = 4
 PUSH_LEAST_BYTES = 1 << 20
 PUSH_MOST_BYTES = 8 << 20
 SEND_BYTES = 32 << 20
-"""Chunks that are there go out together, up to so much: less than a puller asks for ahead."""
+"""Chunks that are there go out together, up to so much: half of what a puller asks for ahead of raw ones."""
 
 log = logging.getLogger(__name__)
 
