@@ -187,6 +187,9 @@ def test_what_an_earlier_part_learned_behind_its_checkpoint_is_taken_back() -> N
     again = summary_of([*first, started(2), started(3), evaluated(4, 0.4), started(4), started(5)])
     assert (again.accuracy_after, again.accuracy_last, again.evaluations) == (pytest.approx(0.3), 0.4, 3)
     assert summary_of(first).accuracy_after == pytest.approx(0.85)
+    # Of steps too, before the first of them is done again.
+    assert summary_of([*run_events(), started(4)]).steps == 4
+    assert summary_of([*run_events(), started(4), events.StepFinished(ts=1, step=4, metrics={})]).steps == 5
 
 
 def test_an_instance_that_says_goodbye_is_not_lost() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 from penstock.errors import MissingExtra, StorageError
 from penstock.observe import events
-from penstock.observe.evaluations import Evaluations
 from penstock.observe.events import Event
 from penstock.observe.instances import is_loss
 from penstock.observe.metrics import CLIP_FRACTION, ENTROPY, REWARD_MEAN, ROLLOUT_TOKENS_PER_S, STEP_S, TRAINER_WAIT_S
+from penstock.observe.standing import Standing
 
 Metrics = Sequence[Mapping[str, float | None]]
 Points = tuple[list[float], list[float]]
@@ -46,6 +46,7 @@ def draw_curves(path: Path, log: Sequence[Event], metrics: Metrics, title: str =
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtra("matplotlib", "train", "curves.png") from error
+    metrics = _heard(log).of_done(metrics)
     figure = Figure(figsize=(9, 9), layout="constrained")
     FigureCanvasAgg(figure)
     top, times, policy, bottom = figure.subplots(4, 1, sharex=True, height_ratios=[3, 1.2, 1, 1])
@@ -107,10 +108,7 @@ def _draw_learning(axes: Any, log: Sequence[Event], metrics: Metrics) -> None:
     steps, rewards = column(metrics, REWARD_MEAN)
     axes.plot(steps, rewards, color=BLUE, alpha=0.35, linewidth=1)
     axes.plot(steps, smooth(rewards), color=BLUE, linewidth=1.8, label="reward (mean of a step; smoothed)")
-    evaluations = Evaluations()
-    for event in log:
-        evaluations.take(event)
-    evaluated = evaluations.standing
+    evaluated = _heard(log).evaluations
     axes.plot(
         [event.step for event in evaluated],
         [event.accuracy for event in evaluated],
@@ -124,6 +122,13 @@ def _draw_learning(axes: Any, log: Sequence[Event], metrics: Metrics) -> None:
     if all(0.0 <= value <= 1.0 for value in rewards):
         axes.set_ylim(0.0, 1.02)
     axes.legend(loc="upper left", frameon=False)
+
+
+def _heard(log: Sequence[Event]) -> Standing:
+    standing = Standing()
+    for event in log:
+        standing.take(event)
+    return standing
 
 
 def _draw_sets(axes: Any, evaluated: Sequence[events.Evaluated]) -> None:

@@ -95,7 +95,7 @@ def summarise(
     for event in log:
         tally.take(event)
     steps = StepTally()
-    for row in metrics:
+    for row in tally.standing.of_done(metrics):
         steps.take(row)
     return tally_summary(tally, steps, folder=folder, tokens_drawn=tokens_drawn, tokens_accepted=tokens_accepted)
 

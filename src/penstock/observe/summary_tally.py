@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.observe import events
-from penstock.observe.evaluations import Evaluations
 from penstock.observe.events import Event
 from penstock.observe.instances import is_loss
 from penstock.observe.metrics import REWARD_MEAN, STEP_S, TRAINER_WAIT_S
+from penstock.observe.standing import Standing
 from penstock.sample import is_turn
 
 
@@ -51,7 +51,8 @@ class SummaryTally:
         self.checkpoint = ""
         """Path of the last one."""
         self.steps = StepTally()
-        self._evaluations = Evaluations()
+        self.standing = Standing()
+        """What of it stands."""
         self.samples_finished = self.samples_failed = self.samples_lost = 0
         self.samples_unscored = self.samples_moved = self.warnings = 0
         self.manager_losses = self.manager_restarts = self.samples_recovered = 0
@@ -68,16 +69,16 @@ class SummaryTally:
 
     @property
     def evaluations(self) -> int:
-        return len(self._evaluations.standing)
+        return len(self.standing.evaluations)
 
     @property
     def accuracy_first(self) -> float | None:
-        return self._evaluations.standing[0].accuracy if self._evaluations.standing else None
+        return self.standing.evaluations[0].accuracy if self.standing.evaluations else None
 
     @property
     def accuracies_last(self) -> list[float]:
         """Of the last two evaluations after the first."""
-        return [event.accuracy for event in self._evaluations.standing[1:][-2:]]
+        return [event.accuracy for event in self.standing.evaluations[1:][-2:]]
 
     @property
     def samples_open(self) -> int:
@@ -91,7 +92,7 @@ class SummaryTally:
         return self._earlier_s + self._wall_s + running
 
     def take(self, event: Event) -> None:
-        self._evaluations.take(event)
+        self.standing.take(event)
         match event:
             case events.RunStarted(run=run, ts=ts):
                 self._begin_part(run, ts)
