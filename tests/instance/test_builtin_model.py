@@ -130,7 +130,14 @@ def test_a_processor_that_is_slow_in_bfloat16_serves_such_weights_in_float32(
     fresh = fresh_logprobs(whole, [5, 6, 7], outputs.tokens[0])
     allowed = 1e-4 if dtype is torch.float32 else 0.1
     torch.testing.assert_close(torch.tensor(outputs.logprobs[0]), fresh, atol=allowed, rtol=0)
-    assert serving_dtype(model.state_dict().values(), torch.device("cuda")) is torch.bfloat16
+    tensors = model.state_dict().values()
+    assert serving_dtype(tensors, torch.device("cuda"), True) is torch.bfloat16
+    # A cache with room for one sequence in bfloat16 alone.
+    tight = {"max_context_tokens": 96, "max_running": 1}
+    one = plan_cache(core.spec, 2, 1, 96, 1024).nbytes if core.spec else 0
+    monkeypatch.setattr("penstock.instance.builtin.kv_cache.MIB", one)
+    assert core_for(model, kv_cache_mib=1, **tight).dtype is torch.bfloat16
+    assert core_for(model, kv_cache_mib=2, **tight).dtype is dtype
 
 
 def spec_of(**options: Any) -> ModelSpec:

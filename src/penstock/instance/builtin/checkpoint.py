@@ -146,14 +146,15 @@ def check_tensors(spec: ModelSpec, tensors: Tensors) -> None:
             raise CheckpointError(f"tensor {name} has no place in a {spec.model_type} of this config")
 
 
-def serving_dtype(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.dtype:
+def serving_dtype(tensors: Iterable[torch.Tensor], device: torch.device, float32_fits: bool) -> torch.dtype:
     """The weights' own dtype; float32 where that overflows in these models (float16) or is slow on the device.
 
-    On an x86 processor without AVX-512 a prefill in bfloat16 takes five times as long as in float32, and a decode step
-    a third longer, with half the bytes to read.
+    On an x86 processor without AVX-512 a prefill in bfloat16 takes five to fourteen times as long as in float32, and a
+    decode step of a few sequences as long or a third longer, with half the bytes to read. Weights and KV cache take
+    twice the memory so: without `float32_fits` they are served in bfloat16 all the same.
     """
     if {tensor.dtype for tensor in tensors} != {torch.bfloat16}:
         return torch.float32
     capability = torch.backends.cpu.get_cpu_capability()
     slow = device.type == "cpu" and platform.machine() == "x86_64" and capability in _SLOW_IN_BFLOAT16
-    return torch.float32 if slow else torch.bfloat16
+    return torch.float32 if slow and float32_fits else torch.bfloat16

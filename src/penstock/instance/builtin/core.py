@@ -173,7 +173,7 @@ class BuiltinCore:
             share = spec.share_of(ranks.count)
             own = share_of_staged(staged, spec, 0, ranks.count)
         tensors = tensors_of_staged(own)
-        dtype = self.dtype or serving_dtype(tensors.values(), self.options.device)
+        dtype = self.dtype or serving_dtype(tensors.values(), self.options.device, self._fits(share, torch.float32))
         # Prepared in host memory where the device is another: the swap then copies in place, and the device never
         # holds two versions.
         weights = build_weights(share, tensors, dtype, torch.device("cpu"))
@@ -237,12 +237,24 @@ class BuiltinCore:
         self._waiting = deque(again + fresh)
         self._active.clear()
 
+    def _fits(self, share: ModelSpec, dtype: torch.dtype) -> bool:
+        """Whether one sequence at least has its place in the KV cache."""
+        try:
+            self._plan(share, dtype)
+        except EngineError:
+            return False
+        return True
+
+    def _plan(self, share: ModelSpec, dtype: torch.dtype) -> CachePlan:
+        options, count = self.options, 1 if self._ranks is None else self._ranks.count
+        kv_cache_mib = max(1, options.kv_cache_mib // count)
+        return plan_cache(share, dtype.itemsize, options.max_running, options.max_context_tokens, kv_cache_mib)
+
     def _first_decoder(self, prepared: PreparedWeights) -> Decoder:
         options, ranks = self.options, self._ranks
         count = 1 if ranks is None else ranks.count
         spec = prepared.spec if ranks is None else prepared.spec.share_of(count)
-        kv_cache_mib = max(1, options.kv_cache_mib // count)
-        plan = plan_cache(spec, prepared.dtype.itemsize, options.max_running, options.max_context_tokens, kv_cache_mib)
+        plan = self._plan(spec, prepared.dtype)
         weights = prepared.weights.to(options.device)
         if ranks is None:
             return Decoder(spec, weights, KVCache(spec, plan, prepared.dtype, options.device))
