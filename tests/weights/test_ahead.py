@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from test_transfer import CONFIG, assert_whole, codecs, loader, patient, store_of, tensors_of
@@ -212,20 +213,25 @@ async def test_a_version_that_the_engine_refused_leaves_nothing_to_build_on(deco
         await loading.close()
 
 
+def halting(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event, Callable[..., None]]:
+    """Decoding stops behind a chunk: (that it has done so, that it may go on, what decoded before)."""
+    changed, goes_on, whole = threading.Event(), threading.Event(), fetch.decode_chunk
+
+    def halts(*work: object) -> None:
+        whole(*work)  # type: ignore[arg-type]
+        changed.set()
+        goes_on.wait(30)
+
+    monkeypatch.setattr(fetch, "decode_chunk", halts)
+    return changed, goes_on, whole
+
+
 async def test_what_a_cut_pull_left_half_changed_is_not_built_on(
     decoding: Decoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with store_of(*range(5), keep_versions=9) as (_, address):
         loading = await begun(address)
-        changed, goes_on = threading.Event(), threading.Event()
-        whole = fetch.decode_chunk
-
-        def halting(*work: object) -> None:
-            whole(*work)  # type: ignore[arg-type]
-            changed.set()
-            goes_on.wait(30)
-
-        monkeypatch.setattr(fetch, "decode_chunk", halting)
+        changed, goes_on, whole = halting(monkeypatch)
         pulling = asyncio.create_task(loading.pull(address, 2, 30))
         assert await asyncio.to_thread(changed.wait, 30)
         pulling.cancel()
@@ -245,15 +251,7 @@ async def test_the_next_pull_is_staged_where_a_cut_one_was(decoding: Decoding, m
     async with store_of(*range(4), keep_versions=9) as (_, address):
         loading = await begun(address)
         loading._ahead.drop()
-        changed, goes_on = threading.Event(), threading.Event()
-        whole = fetch.decode_chunk
-
-        def halting(*work: object) -> None:
-            whole(*work)  # type: ignore[arg-type]
-            changed.set()
-            goes_on.wait(30)
-
-        monkeypatch.setattr(fetch, "decode_chunk", halting)
+        changed, goes_on, whole = halting(monkeypatch)
         gc.disable()
         try:
             pulling = asyncio.create_task(loading.pull(address, 2, 30))

@@ -296,6 +296,21 @@ def test_a_little_is_asked_for_at_once_and_not_by_halves() -> None:
     assert [len(small.take_batch([64 << 10] * 128, 64 << 20, 4)) for _ in range(3)] == [64, 64, 0]
 
 
+def to_be_summed(
+    stream: bytes, sizes: list[int], chunk_bytes: int
+) -> tuple[tuple[ChunkEntry, ...], bytearray, TensorSums]:
+    """Chunks of `stream`, whose tensors have these sizes; where they are to come to; their checksums, none begun."""
+    starts = list(accumulate(sizes, initial=0))
+    tensors = tuple(
+        TensorEntry(name=f"t{k}", dtype="U8", shape=(n,), nbytes=n, xxh3=digest(stream[at : at + n]))
+        for k, (n, at) in enumerate(zip(sizes, starts, strict=False))
+    )
+    chunks = tuple(ChunkEntry(offset=a, nbytes=n, raw_nbytes=n, xxh3=0) for a, n in cut(len(stream), chunk_bytes))
+    staging = bytearray(len(stream))
+    manifest = msgspec.structs.replace(manifest_of(), tensors=tensors, chunks=chunks)
+    return chunks, staging, TensorSums(manifest, memoryview(staging))
+
+
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12),
     chunk_bytes=st.integers(1, 50),
@@ -305,17 +320,7 @@ def test_checksums_go_on_in_whatever_order_chunks_come(
     sizes: list[int], chunk_bytes: int, order: random.Random
 ) -> None:
     stream = order.randbytes(sum(sizes))
-    starts = list(accumulate(sizes, initial=0))
-    tensors = tuple(
-        TensorEntry(name=f"t{k}", dtype="U8", shape=(n,), nbytes=n, xxh3=digest(stream[at : at + n]))
-        for k, (n, at) in enumerate(zip(sizes, starts, strict=False))
-    )
-    chunks = tuple(
-        ChunkEntry(offset=start, nbytes=n, raw_nbytes=n, xxh3=0) for start, n in cut(sum(sizes), chunk_bytes)
-    )
-    manifest = msgspec.structs.replace(manifest_of(), tensors=tensors, chunks=chunks)
-    staging = bytearray(len(stream))
-    sums = TensorSums(manifest, memoryview(staging))
+    chunks, staging, sums = to_be_summed(stream, sizes, chunk_bytes)
     bad = order.randrange(len(chunks)) if chunks else -1
 
     def come(index: int, flip: int) -> None:
@@ -349,14 +354,7 @@ def test_checksums_go_on_by_pieces_of_chunks_and_begin_anew_with_what_is_lost(
     sizes: list[int], chunk_bytes: int, order: random.Random
 ) -> None:
     stream = order.randbytes(sum(sizes))
-    starts = list(accumulate(sizes, initial=0))
-    tensors = tuple(
-        TensorEntry(name=f"t{k}", dtype="U8", shape=(n,), nbytes=n, xxh3=digest(stream[at : at + n]))
-        for k, (n, at) in enumerate(zip(sizes, starts, strict=False))
-    )
-    chunks = tuple(ChunkEntry(offset=a, nbytes=n, raw_nbytes=n, xxh3=0) for a, n in cut(len(stream), chunk_bytes))
-    staging = bytearray(len(stream))
-    sums = TensorSums(msgspec.structs.replace(manifest_of(), tensors=tensors, chunks=chunks), memoryview(staging))
+    chunks, staging, sums = to_be_summed(stream, sizes, chunk_bytes)
     there = [0] * len(chunks)
 
     def come(index: int, nbytes: int, data: bytes) -> None:
