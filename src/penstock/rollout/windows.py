@@ -12,31 +12,28 @@ left to generate, and for an evaluation once the step itself is generated. So no
 instance the engines generate to the end; if the last one dies while the trainer trains, they go on once it has nothing
 left to train on; an engine that does not hand over within `HAND_OVER_S` loses its samples, and is not waited for.
 
-How long a window is, is the policy's (`offload`); this module shows it what was measured, and does what it says. A plan
-is made bit by bit (`think`), since whoever drives this has frames to answer meanwhile; until it is there, the last one
-for as many machines holds. Further turns of conversations are part of the step that they belong to. It refuses to know
-the trainer's groups and the engines' devices. While nobody asks for windows, reserved engines are instances like any
-other.
+How long a window is, is the policy's (`offload`); this module shows it what was measured, and does what it says. What
+plans are made from, and their making, is in `step_plans`. Further turns of conversations are part of the step that they
+belong to. It refuses to know the trainer's groups and the engines' devices. While nobody asks for windows, reserved
+engines are instances like any other.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.errors import WireError
 from penstock.observe.events import WindowChanged
 from penstock.rollout.balance import BalancePolicy, InstanceLoad
-from penstock.rollout.balanced import Balanced
-from penstock.rollout.batch import Batch, TrackedSample
+from penstock.rollout.batch import Batch
 from penstock.rollout.fleet import Fleet, Instance, State
 from penstock.rollout.journal import WindowFitted
-from penstock.rollout.offload import Facts, FixedWindow, Offload, Window, WindowView
+from penstock.rollout.offload import FixedWindow, Offload, Window, WindowView
 from penstock.rollout.outbox import TRAINER, Outbox
-from penstock.rollout.plan import ONE_BY_ONE, Engine, Plan, Training
+from penstock.rollout.step_plans import StepPlans
 from penstock.rollout.step_times import StepAccount
 from penstock.rollout.tracker import Tracker
 from penstock.rollout.window_memory import WindowMemory
@@ -69,52 +66,14 @@ class _Step:
     account: StepAccount
     whole: bool
     """Seen from its beginning, so that something can be learned from it."""
-    micro_batch_samples: int = 1
     submitted: bool = False
     generated: bool = False
     """All its samples have ended, those of conversations with their first turns."""
     samples: int = 0
-    places: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """Row and place among the measured groups of each sample, by prompt index and replica."""
-    further: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Tokens of further turns that ended before those places were known."""
     trained: bool = False
     ended: bool = False
-    planned_for: frozenset[str] | None = None
-    followed: bool = False
-    """It goes by limits that were planned for itself."""
     told_s: float | None = None
     """The window's length as last told."""
-
-
-@dataclass(slots=True)
-class _Thinking:
-    """A plan that is being made."""
-
-    names: frozenset[str]
-    """Of the remote instances that it is for."""
-    batch: str
-    """Of the step in which it was begun."""
-    bits: Iterator[None]
-    follows: bool
-    """Its limits are to be followed, not the window alone."""
-
-
-@dataclass(slots=True)
-class _Measured:
-    """What plans need to know of the last steps, beside the speeds that the balance policy learns."""
-
-    groups: list[list[int]] = field(default_factory=list)
-    prompt_tokens: float = 0.0
-    token_s: float = 0.0
-    rest_s: float = 0.0
-    switch_s: float = 0.0
-    load_s: dict[str, float] = field(default_factory=dict)
-    """By instance: its last load of weights."""
-
-    @property
-    def slowest_load_s(self) -> float:
-        return max(self.load_s.values(), default=0.0)
 
 
 class Windows:
@@ -133,9 +92,7 @@ class Windows:
     ) -> None:
         self._tracker = tracker
         self._fleet = fleet
-        self._balance = policy
         self._out = outbox
-        self._load = load
         self._give_back = give_back
         self._rearrange = rearrange
         self.policy: Offload | FixedWindow = Offload()
@@ -147,8 +104,7 @@ class Windows:
         self._owing: dict[str, Instance] = {}
         """Engines that have not handed over yet."""
         self._asked_at = 0.0
-        self._measured = _Measured()
-        self._thinking: _Thinking | None = None
+        self._plans = StepPlans(policy, load)
         self.memory = WindowMemory()
         """Of the policy, as it outlives this manager."""
 
@@ -161,7 +117,7 @@ class Windows:
     @property
     def thinking(self) -> bool:
         """A plan is being made, and `think` goes on with it."""
-        return self._thinking is not None
+        return self._plans.thinking
 
     def may_generate(self, instance: Instance) -> bool:
         """Whether an instance may be given samples, as far as turns go."""
@@ -175,7 +131,7 @@ class Windows:
     @property
     def measured_groups(self) -> list[list[int]]:
         """Tokens of the last step's answers, by prompt; what plans are made from."""
-        return self._measured.groups
+        return self._plans.answers.groups
 
     def words(self, now: float) -> str:
         """For people: whose turn it is, since when the step runs, and why. Empty where nobody takes turns."""
@@ -213,7 +169,7 @@ class Windows:
     def reset(self) -> None:
         """Another trainer is there, and has not said yet whether it takes turns."""
         self.turn, self._step, self._wants, self._cause = Turn.SHARED, None, False, ""
-        self._thinking = None
+        self._plans.drop()
         self._owing.clear()
 
     def take(self, frame: TrainerTurn) -> None:
@@ -248,55 +204,28 @@ class Windows:
 
     def loaded(self, instance: Instance, load_s: float) -> None:
         """It serves a weight version, after so long."""
-        self._measured.load_s[instance.id] = load_s
+        self._plans.loaded(instance, load_s)
 
     def gone(self, instance: Instance) -> None:
         self._owing.pop(instance.id, None)
-        self._measured.load_s.pop(instance.id, None)
+        self._plans.gone(instance)
         step = self._step
         if step is not None and not instance.reserved and not step.trained:
             step.account.preemptions += 1
 
     def batch_ended(self, batch: Batch) -> None:
-        """All samples of a batch have ended; it still has them."""
+        """All samples of a batch have ended, the step's own or a further turn's; it still has them."""
         step = self._step
         if step is None:
             return
         if batch.name != step.batch:
-            self._turn_ended(step, batch)
+            talk = conversation_of(batch.name)
+            if talk is not None and talk.batch == step.batch:
+                tokens = sum(sample.length for sample in batch.held.values() if not sample.cause)
+                self._plans.answers.lengthen(talk.prompt, talk.replica, tokens)
             return
         step.generated, step.samples = True, batch.samples
-        rows: dict[int, list[TrackedSample]] = {}
-        for sample in batch.held.values():
-            if not sample.cause:
-                rows.setdefault(sample.prompt, []).append(sample)
-        if rows:
-            groups = [rows[prompt] for prompt in sorted(rows)]
-            self._measured.groups = [[sample.length for sample in group] for group in groups]
-            self._measured.prompt_tokens = batch.prompt_offsets[-1] / len(batch.prompt_indices)
-            step.places = {
-                (sample.id.prompt, sample.replica): (row, place)
-                for row, group in enumerate(groups)
-                for place, sample in enumerate(group)
-            }
-            for talk, tokens in step.further.items():
-                self._lengthen(step, talk, tokens)
-
-    def _turn_ended(self, step: _Step, batch: Batch) -> None:
-        """A further turn of one of the step's conversations: its answer is longer by that."""
-        talk = conversation_of(batch.name)
-        if talk is None or talk.batch != step.batch:
-            return
-        tokens = sum(sample.length for sample in batch.held.values() if not sample.cause)
-        if step.generated:
-            self._lengthen(step, (talk.prompt, talk.replica), tokens)
-        else:
-            step.further[talk.prompt, talk.replica] += tokens
-
-    def _lengthen(self, step: _Step, talk: tuple[int, int], tokens: int) -> None:
-        if talk in step.places:
-            row, place = step.places[talk]
-            self._measured.groups[row][place] += tokens
+        self._plans.answers.take(batch)
 
     def look(self) -> None:
         """Decides, with the time and whenever something has changed."""
@@ -324,22 +253,11 @@ class Windows:
         """One bit of the plan that is being made: some milliseconds. Once it is made, it is followed. One that its step
         did not wait for is made to its end, or steps shorter than a thought would have none; the step that is open by
         then begins its own from there."""
-        thinking, step = self._thinking, self._step
-        if thinking is None:
+        thought, step = self._plans.think(), self._step
+        if thought is None or step is None or not isinstance(self.policy, Offload):
             return
-        if next(thinking.bits, self) is not self:
-            return
-        self._thinking = None
-        if step is None or not isinstance(self.policy, Offload):
-            return
-        plan = self.policy.plans.get(len(thinking.names))
-        if plan is not None and thinking.follows:
-            self._widen(plan)
-        if thinking.batch == step.batch:
-            step.planned_for = thinking.names
-            step.followed = step.followed or thinking.follows
-        elif not step.ended:
-            self._plan_for(step, list(self._remote()))
+        if not self._plans.take(self.policy, thought) and not step.ended:
+            self._plan(step, list(self._remote()))
         self.look()
         self._rearrange()
 
@@ -348,7 +266,8 @@ class Windows:
     def _begin(self, frame: TrainerTurn) -> _Step:
         now = self._out.now
         whole = frame.state == "begins"
-        step = self._step = _Step(frame.batch, frame.version, StepAccount(now, now), whole, frame.micro_batch_samples)
+        step = self._step = _Step(frame.batch, frame.version, StepAccount(now, now), whole)
+        self._plans.begin(frame.batch, frame.micro_batch_samples)
         if self.turn is Turn.HANDING_OVER:
             return step
         # An evaluation may have the engines at work.
@@ -415,7 +334,7 @@ class Windows:
                 self._give_back(instance, f"it did not hand over within {HAND_OVER_S:g} s")
         if not self._owing and self.turn is Turn.HANDING_OVER:
             self._account()
-            self._measured.switch_s = now - self._asked_at
+            self._plans.switch_s = now - self._asked_at
             self.turn = Turn.FREE
             self._rearrange()
 
@@ -428,10 +347,9 @@ class Windows:
     def _end(self, step: _Step, frame: TrainerTurn) -> None:
         """Learns from a step."""
         step.ended = True
-        measured = self._measured
         if frame.tokens and step.whole:
-            measured.token_s = frame.train_s / frame.tokens
-            measured.rest_s = frame.rest_s
+            self._plans.token_s = frame.train_s / frame.tokens
+            self._plans.rest_s = frame.rest_s
             times = step.account.times(frame.train_s)
             self.policy.ended(times)
             self._out.records(self.memory.news(self.policy))
@@ -456,7 +374,7 @@ class Windows:
 
     def _review(self, step: _Step) -> Window:
         fleet = list(self._remote())
-        self._plan_for(step, fleet)
+        self._plan(step, fleet)
         batch = self._tracker.batch(step.batch)
         finished = (batch.finished + batch.failed) / batch.samples if batch is not None else float(step.submitted)
         step.samples = batch.samples if batch is not None else step.samples
@@ -465,67 +383,20 @@ class Windows:
         elapsed_s = self._out.now - step.account.began_s
         reserved = sum(1 for _ in self._reserved())
         answer = self.policy.review(WindowView(elapsed_s, len(fleet), finished, reserved))
-        if not answer.generate and self.turn is Turn.GENERATING and self._first_plan(len(fleet)):
+        if not answer.generate and self.turn is Turn.GENERATING and self._awaits_first_plan(len(fleet)):
             answer = Window(True, f"the first plan for {len(fleet)} instances is being made")
         length_s = self.policy.length_s(len(fleet))
         if self.turn is Turn.GENERATING and length_s != step.told_s:
             self._note(step, "planned", f"{len(fleet)} remote instances now", before_s=step.told_s)
         return answer
 
-    def _plan_for(self, step: _Step, fleet: list[Instance]) -> None:
-        """Begins a plan of the step on these machines, unless there is one or it is being made."""
-        names = frozenset(instance.id for instance in fleet)
-        if names == step.planned_for or (self._thinking is not None and self._thinking.names == names):
-            return
-        if not isinstance(self.policy, Offload):
-            return
-        followed = self._balance.plan if isinstance(self._balance, Balanced) else None
-        keeps = step.followed and self.policy.keeps(followed, self._out.now - step.account.began_s, len(fleet))
-        if keeps and len(fleet) in self.policy.plans:
-            step.planned_for = names
-            return
-        known, facts = self.policy.nearest(len(fleet)), self._facts(step, fleet)
-        if facts is not None:
-            self._thinking = _Thinking(names, step.batch, self.policy.planning(facts), follows=not keeps)
-        if keeps:
-            return
-        if known is not None:
-            self._widen(known)
-        elif facts is not None:
-            # What is given too late waits for a moment. What is given too early can't be taken back.
-            self._widen(ONE_BY_ONE)
+    def _plan(self, step: _Step, fleet: list[Instance]) -> None:
+        if isinstance(self.policy, Offload):
+            elapsed_s = self._out.now - step.account.began_s
+            self._plans.plan(self.policy, elapsed_s, fleet, list(self._reserved()))
 
-    def _first_plan(self, fleet: int) -> bool:
-        """A plan for so many remote instances is being made, and there was none before: it is a moment's wait."""
-        return self._thinking is not None and isinstance(self.policy, Offload) and fleet not in self.policy.plans
-
-    def _widen(self, plan: Plan) -> None:
-        if isinstance(self._balance, Balanced):
-            self._balance.follow(plan)
-
-    def _facts(self, step: _Step, fleet: list[Instance]) -> Facts | None:
-        """None while too little is known for a plan."""
-        balance, measured = self._balance, self._measured
-        if not isinstance(self.policy, Offload) or not isinstance(balance, Balanced):
-            return None
-        if not (measured.groups and measured.token_s):
-            return None
-        remote, reserved = self._engines(balance, fleet), self._engines(balance, list(self._reserved()))
-        if remote is None or reserved is None:
-            return None
-        training = Training(measured.token_s, step.micro_batch_samples, measured.switch_s, measured.rest_s)
-        # A copy: turns that end while a plan is made would change it under way.
-        return Facts([list(group) for group in measured.groups], measured.prompt_tokens, remote, reserved, training)
-
-    def _engines(self, balance: Balanced, instances: list[Instance]) -> list[Engine] | None:
-        found = []
-        for instance in instances:
-            load_s = self._measured.load_s.get(instance.id, self._measured.slowest_load_s)
-            engine = balance.engine(self._load(instance), load_s)
-            if engine is None:
-                return None
-            found.append(engine)
-        return found
+    def _awaits_first_plan(self, fleet: int) -> bool:
+        return isinstance(self.policy, Offload) and self._plans.awaits_first(self.policy, fleet)
 
     def _reserved(self) -> Iterator[Instance]:
         for instance in self._fleet:
@@ -542,7 +413,7 @@ class Windows:
             if instance.reserved or not instance.name:
                 continue
             loading_s = self._out.now - instance.state_since
-            late = instance.load_tries or loading_s > LATE_LOADS * self._measured.slowest_load_s
+            late = instance.load_tries or loading_s > LATE_LOADS * self._plans.slowest_load_s
             coming = instance.state is State.LOADING and instance.target == version and not late
             if coming or (instance.holds(version) and instance.max_context_tokens >= context_tokens):
                 yield instance
