@@ -41,13 +41,31 @@ class Process:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
-        self._error = asyncio.create_task(process.stderr.read())  # type: ignore[union-attr]
+        self._said: list[bytes] = []
+        self._more = asyncio.Event()
+        self._listening = asyncio.create_task(self._listen())
+
+    async def _listen(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            self._said.append(line)
+            self._more.set()
+        self._more.set()
+
+    async def says(self, word: str, times: int = 1) -> None:
+        """Waits until it has said so."""
+        async with asyncio.timeout(WITHIN_S):
+            while b"".join(self._said).count(word.encode()) < times:
+                assert not self._listening.done(), b"".join(self._said).decode()
+                self._more.clear()
+                await self._more.wait()
 
     async def ended(self) -> tuple[int, str]:
         """Exit code and everything it said."""
         async with asyncio.timeout(WITHIN_S):
             code = await self.process.wait()
-            return code, (await self._error).decode()
+            await self._listening
+        return code, b"".join(self._said).decode()
 
 
 @contextlib.asynccontextmanager
@@ -199,7 +217,7 @@ async def test_a_manager_killed_by_sigkill_is_dialled_again_and_then_given_up(tm
     async with real_manager(tmp_path) as (manager, url):
         arguments = ["join", "--manager", url, "--engine", "paced", "--reconnect-s", "0.6", "--name", "spot-1"]
         async with penstock(*arguments) as agent:
-            await joined(url, agent)
+            await agent.says("joined")
             manager.process.send_signal(signal.SIGKILL)
             code, said = await agent.ended()
     assert code == 1
@@ -211,31 +229,15 @@ async def test_a_manager_killed_by_sigkill_is_dialled_again_and_then_given_up(tm
 async def test_a_manager_that_is_restarted_gets_its_machines_back(tmp_path: Path) -> None:
     async with real_manager(tmp_path) as (manager, url):
         async with penstock("join", "--manager", url, "--engine", "paced", "--name", "spot-1") as agent:
-            await joined(url, agent)
+            await agent.says("joined")
             manager.process.send_signal(signal.SIGKILL)
             await manager.ended()
             async with real_manager(tmp_path, port=int(url.rpartition(":")[2])) as (_, again):
                 assert again == url
-                await joined(url, agent)
+                await agent.says("joined", times=2)
                 agent.process.terminate()
                 code, said = await agent.ended()
     assert code == 0, said
-    assert said.count("joined") == 2
-
-
-async def joined(url: str, agent: Process) -> None:
-    """Waits until the manager lists an instance that has not gone."""
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    deadline = time.monotonic() + WITHIN_S
-    async with aiohttp.ClientSession(headers=headers) as http:
-        while time.monotonic() < deadline:
-            assert agent.process.returncode is None
-            async with http.get(f"{url}/instances") as answer:
-                listed = await answer.text()
-            if "spot-1" in listed:
-                return
-            await asyncio.sleep(0.05)
-    raise AssertionError(f"the agent was not listed within {WITHIN_S:g} s: {listed}")
 
 
 @pytest.mark.parametrize(("options", "served"), [([], 5000), (["--max-context", "300"], 300)])
