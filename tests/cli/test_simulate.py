@@ -109,7 +109,7 @@ def test_a_trace_a_start_a_share_and_a_seed_each_change_the_run(
 ) -> None:
     trace = tmp_path / "trace.json"
     trace.write_text(json.dumps({"metadata": {"gap_seconds": 30}, "data": [4, 2, 5, 1] * 20 + [8] * 200}))
-    base = [small, "--trace", str(trace), "--steps", "4", "--strategies", "penstock"]
+    base = [small, "--trace", str(trace), "--steps", "4", "--strategies", "rlboost"]
     variants = [[], ["--sample", "0.3"], ["--start-h", "0.7"], ["--seed", "5"], ["--machines", "1"]]
     walls = {rows(capsys, *base, *variant)[0]["dollars"] for variant in variants}
     assert len(walls) == len(variants)
@@ -226,7 +226,7 @@ def test_a_trace_that_is_shorter_than_what_is_asked_is_told(
 ) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("0,add,a\n60000,add,b\n")
-    assert cli.main(["simulate", small, "--trace", str(path), "--hours", "0.05", "--strategies", "penstock"]) == 0
+    assert cli.main(["simulate", small, "--trace", str(path), "--hours", "0.02", "--strategies", "rlboost"]) == 0
     assert "the trace ends after 0.017 hours" in capsys.readouterr().err
 
 
