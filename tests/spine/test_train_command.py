@@ -222,6 +222,9 @@ def test_ctrl_c_and_sigterm_end_all_children_within_five_seconds(
     summary = json.loads((work / "runs" / "tiny-001" / "summary.json").read_text())
     assert summary["outcome"] == "interrupted"
     assert len(gone) == len(children)
+    # Wherever it was told: an update that was under way came to its end.
+    (saved,) = (work / "runs" / "tiny-001" / "checkpoints").iterdir()
+    assert int(saved.name.rpartition("-")[2]) >= 1
 
 
 @pytest.mark.slow

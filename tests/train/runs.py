@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def make_run(model_folder: Path, tmp_path: Path) -> Iterator[MakeRun]:
             scorer: FakeScorer | None = None,
             checkpoints: Any = None,
             watch: Callable[[], None] = lambda: None,
+            held: Callable[[], AbstractContextManager[object]] = nullcontext,
             unscored: str = "drop_group",
             deadline_s: float = 30.0,
             start_step: int = 0,
@@ -121,6 +123,7 @@ def make_run(model_folder: Path, tmp_path: Path) -> Iterator[MakeRun]:
                 record_samples=lambda step, samples: run.recorded.append((step, list(samples))),
                 checkpoints=checkpoints or Checkpoints(tmp_path / "checkpoints", 2),
                 watch=watch,
+                held=held,
                 environment=host,
             )
             run.trainer = Trainer(config, Learner(config, made, critic), ports, start_step=start_step)

@@ -5,6 +5,8 @@ import dataclasses
 import threading
 import time
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from penstock.observe import events
 from penstock.rollout.client import FinishedSample
 from penstock.sample import Finish, Sample, Score, Unscored, VersionSpan
 from penstock.train.checkpoint import Checkpoints, Saved
+from penstock.train.mini_batch import OptimizerStep
 from penstock.train.tally import MAX_PARTS
 
 
@@ -412,6 +415,48 @@ def test_the_watch_is_called_while_waiting_and_can_end_the_run(make_run: MakeRun
     with pytest.raises(KeyboardInterrupt):
         run.trainer.run()
     assert calls == ["MainThread"] * 3
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_an_interrupt_in_a_steps_last_update_leaves_a_boundary_to_save(make_run: MakeRun, mini_batches: int) -> None:
+    steps_of: list[int] = []
+
+    @contextmanager
+    def held() -> Iterator[None]:
+        steps_of.append(run.trainer.step)
+        yield
+        if run.trainer.step == 1:
+            raise KeyboardInterrupt
+
+    run = make_run(steps=5, held=held, evaluate=False, mini_batches_per_step=mini_batches)
+    with pytest.raises(KeyboardInterrupt):
+        run.trainer.run()
+    assert steps_of == [0, 1], "of each step the last update alone"
+    run.trainer.save_where_stopped()
+    assert [event.step for event in run.of(events.CheckpointSaved)] == [2]
+    undisturbed = make_run(steps=2, evaluate=False, mini_batches_per_step=mini_batches)
+    undisturbed.trainer.run()
+    assert apart(run, undisturbed) < 1e-6
+
+
+def test_an_interrupt_between_the_updates_of_a_step_leaves_none(make_run: MakeRun) -> None:
+    stepped: list[int] = []
+
+    def watch() -> None:
+        if len(stepped) == 3:
+            raise KeyboardInterrupt
+
+    def optimizer_step(position: int) -> OptimizerStep:
+        stepped.append(position)
+        return step(position)
+
+    run = make_run(steps=5, watch=watch, evaluate=False, mini_batches_per_step=2)
+    actor = run.trainer.learner.actor
+    step, actor.optimizer_step = actor.optimizer_step, optimizer_step  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run.trainer.run()
+    run.trainer.save_where_stopped()
+    assert not run.of(events.CheckpointSaved)
 
 
 def test_old_checkpoints_that_stay_are_a_warning(make_run: MakeRun, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__, collector
-from penstock.cli.interrupts import interruptible
+from penstock.cli.interrupts import Interrupt, interruptible
 from penstock.cli.run_doors import RunDoors, how_to_join, tokens_of
 from penstock.cli.run_fleet import RunFleet, fleet_file
 from penstock.cli.run_folder import find_run, how_to_go_on, locked, make_folder
@@ -86,7 +86,7 @@ def run(config: RunConfig, resume: str | None, *, eval_only: bool = False) -> in
         contextlib.closing(RankWatch.of(ranks)) as watch,
     ):
         try:
-            return _run_rank(config, resume, ranks, eval_only)
+            return _run_rank(config, resume, ranks, eval_only, interrupt)
         except BaseException as error:
             # What the loss of another rank leads to is told as that: followers and leader meet it as broken sockets.
             lost = watch.explained(error, how_to_go_on(sys.argv[1:], Path("latest"), ranks.size), interrupt.at)
@@ -95,7 +95,7 @@ def run(config: RunConfig, resume: str | None, *, eval_only: bool = False) -> in
             raise lost from error
 
 
-def _run_rank(config: RunConfig, resume: str | None, ranks: Ranks, eval_only: bool) -> int:
+def _run_rank(config: RunConfig, resume: str | None, ranks: Ranks, eval_only: bool, interrupt: Interrupt) -> int:
     if not ranks.leads:
         follow(config, ranks)
         return 0
@@ -108,16 +108,23 @@ def _run_rank(config: RunConfig, resume: str | None, ranks: Ranks, eval_only: bo
         checkpoint = checkpoint_to_go_on(config, find_run(config, resume)) if resume else None
     folder = checkpoint.parent.parent if checkpoint and not eval_only else make_folder(config)
     with locked(folder):
-        return _Run(config, folder, checkpoint, ranks, eval_only).carry_out()
+        return _Run(config, folder, checkpoint, ranks, interrupt, eval_only).carry_out()
 
 
 class _Run:
     """One run from its first event to its summary."""
 
     def __init__(
-        self, config: RunConfig, folder: Path, checkpoint: Path | None, ranks: Ranks, eval_only: bool = False
+        self,
+        config: RunConfig,
+        folder: Path,
+        checkpoint: Path | None,
+        ranks: Ranks,
+        interrupt: Interrupt,
+        eval_only: bool = False,
     ) -> None:
         self.config = config
+        self.interrupt = interrupt
         self.eval_only = eval_only
         self.ranks = ranks
         self.folder = folder
@@ -251,6 +258,8 @@ class _Run:
             record_samples=samples.write,
             checkpoints=Checkpoints(self.folder / "checkpoints", config.train.keep_checkpoints),
             watch=watch,
+            # Ranks that learn together are told to end together, and wait for each other in mid-pass.
+            held=self.interrupt.held if self.ranks.size == 1 else contextlib.nullcontext,
         )
         trainer = Trainer(config, learner, ports, start_step=start_step)
         collector.settle()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -150,6 +151,7 @@ class Trainer:
         with stages("evaluation"):
             evaluation = self._start_evaluation() if self._evaluates_before(step) else None
         self._work_through(intake, tally, self._greedy_rewards(greedy))
+        # Without a single group, too.
         self._worked_through = True
         self._turns.trained()
         with stages("rollout_wait"):
@@ -194,7 +196,11 @@ class Trainer:
             if ends:
                 self._at_boundary = False
             mini_batch = intake.packer.mini_batch if ends else None
-            steps = self.learner.learn(groups, tally, greedy or {}, mini_batch, self.ports.watch)
+            # Broken off in the last one, a step would have no boundary to save, and what came since the last checkpoint
+            # would be lost for the sake of a moment.
+            with self.ports.held() if ends and intake.done else nullcontext():
+                steps = self.learner.learn(groups, tally, greedy or {}, mini_batch, self.ports.watch)
+                self._worked_through = intake.done
             self._note_optimizer_steps(steps, tally)
             self._groups_learned_from += len(groups)
             tally.train_s += self._clock() - began

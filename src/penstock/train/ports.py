@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -165,3 +166,5 @@ class TrainerPorts:
     """What samples talk with, turn by turn; None: each is a single answer."""
     watch: Callable[[], None] = lambda: None
     """Called on the main thread several times a second while it waits and between passes; may raise to end the run."""
+    held: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Within, an interrupt is held back for some seconds, and raised at the end."""
