@@ -259,3 +259,22 @@ def test_a_quantization_of_somebody_else_is_not_taken_for_one_of_these() -> None
     with pytest.raises(WeightError, match="awq"):
         scheme_of({"quantization_config": {"quant_method": "awq"}})
     assert scheme_of({}) == ""
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_a_matrix_of_another_dtype_than_before_comes_in_full(scheme: str) -> None:
+    held = store()
+    address = held.start()
+    try:
+        # The same values twice.
+        bits = {name: np.frombuffer(data, np.uint32) >> 16 for name, _, _, data in weights_of(1)}
+        for version, dtype in enumerate(("BF16", "F32")):
+            tensors = [(name, "F32", shape, data) for name, _, shape, data in weights_of(1) if name != MATRIX]
+            matrix = bits[MATRIX].astype(np.uint16) if dtype == "BF16" else bits[MATRIX] << 16
+            held.publish(version, [*tensors, (MATRIX, dtype, (200, 64), matrix.tobytes())], CONFIG)
+        base = await fetch(address, 0, scheme)
+        after = await fetch(address, 1, scheme, base)
+        assert after.steps == (Encoding(1, scheme),)
+        assert bytes(after.tensors[MATRIX]) == bytes(base.tensors[MATRIX])
+    finally:
+        held.close()

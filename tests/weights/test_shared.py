@@ -89,7 +89,7 @@ async def test_who_waits_for_a_version_that_its_neighbour_gave_up_for_a_newer_on
     waiting = asyncio.create_task(relay.open(Encoding(0), 600.0, "shm"))
     relay.expect(Encoding(0), b"", 1)
     relay.expect(Encoding(1), b"", 1)
-    with pytest.raises(NoSuchVersion, match="gone on from weight version 0 to a newer one"):
+    with pytest.raises(NoSuchVersion, match="gone on from weight version 0 to another one"):
         await waiting
 
 
@@ -113,3 +113,32 @@ def test_the_chain_of_instances_comes_to_each_machine_once() -> None:
     asked = ["a:1", "a:2", "b:1", "a:3", "b:2", "c:1", "", "b:1"]
     told = [store.relay(Encoding(0), address) for address in asked]
     assert told == ["", "a:1", "a:1", "a:2", "b:1", "b:1", "c:1", "a:1"]
+
+
+async def test_a_run_that_goes_on_from_an_earlier_version_is_passed_on_as_before() -> None:
+    async with loaders(3) as parts:
+        for versions in ((9, 10), (4, 5)):
+            async with store_of(*versions) as (store, address):
+                for version in versions:
+                    before = store.counters().get("bytes", 0)
+                    pulled = await asyncio.gather(*(loader.pull(address, version, 60) for loader in parts))
+                    for weights in pulled:
+                        assert_whole(weights, version)
+                    assert sorted(weights.bytes_fetched for weights in pulled)[:2] == [0, 0]
+                    assert store.counters()["bytes"] - before == max(weights.bytes_fetched for weights in pulled)
+                    for loader, weights in zip(parts, pulled, strict=True):
+                        loader.serves(weights)
+
+
+async def test_chunks_of_earlier_versions_are_passed_on_too() -> None:
+    relay = Relay(TOKEN, wait_s=0.0)
+    for version in (9, 10, 4, 5):
+        relay.expect(Encoding(version), b"", 1)
+        relay.put(Encoding(version), 0, b"data")
+    assert await (await relay.open(Encoding(4), 0.0)).chunk(0) == b"data"
+    assert await (await relay.open(Encoding(5), 0.0)).chunk(0) == b"data"
+    for gone in (9, 10):
+        with pytest.raises(NoSuchVersion):
+            await relay.open(Encoding(gone), 0.0)
+        with pytest.raises(NoSuchVersion, match="gone on"):
+            await relay.open(Encoding(gone), 600.0, "shm")

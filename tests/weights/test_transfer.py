@@ -276,7 +276,7 @@ async def test_a_relay_that_lies_is_found_out_and_left() -> None:
             liar.put(Encoding(0), index, bytes(chunk.nbytes))
         store.relay(Encoding(0), f"127.0.0.1:{liar.port}")
         assert_whole(await fetch(address, 0, codec="raw", connections=2), 0)
-        assert liar.counters()["chunks"] >= 1
+        assert 1 <= liar.counters()["chunks"] < len(chunks) / 2
 
 
 async def test_a_relay_asks_for_the_token_and_forgets_old_versions() -> None:

@@ -262,7 +262,7 @@ class WeightsConfig(Section):
     port: int = Field(default=0, ge=0, le=65535)
     advertise: str = ""
     """Host name that agents reach the store by; by default `host`."""
-    chunk_mib: float = Field(default=4.0, gt=0)
+    chunk_mib: float = Field(default=4.0, ge=1 / 64, le=1024)
     connections: int = Field(default=2, ge=1)
     """TCP connections of one agent's pull."""
     keep_versions: int = Field(default=2, ge=1)

@@ -108,6 +108,8 @@ def _allowed(codec: str) -> Iterable[tuple[str, ...]]:
     if codec == "zipnn":
         return (("zipnn",), ("lossless",), ("raw",))
     falls_back = ("delta", "lossless", "raw")
+    if codec not in falls_back:
+        raise NoSuchCodec(f"there is no codec {codec[:40]!r} here (there are {', '.join(CODEC_CHOICES)})")
     return tuple((name,) for name in falls_back[falls_back.index(codec) :])
 
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from threading import Lock
 from typing import Protocol
 
@@ -191,7 +192,9 @@ class Fetch:
                         await self._changed.wait()
                     continue
                 indices, intos = [index for index, _ in asked], [into for _, into in asked]
-                came = await link.chunks_into(indices, intos, self._at_once, self._gladly(asked))
+                doubted = connection.on_relay
+                gladly = 0 if doubted else self._gladly(asked)
+                came = await link.chunks_into(indices, intos, partial(self._at_once, doubted), gladly)
             except WeightError as error:
                 if not isinstance(error, LinkLost) and not connection.on_relay:
                     raise
@@ -199,7 +202,7 @@ class Fetch:
                 await connection.broke(error)
                 continue
             here = [asked.popleft() for _ in range(came)]
-            wrong = [index for index, into in here if not await self._came(index, into)]
+            wrong = [index for index, into in here if not await self._came(index, into, doubted)]
             if wrong and connection.on_relay:
                 # What it still sends would be written over what others fetch.
                 await link.stop()
@@ -211,10 +214,10 @@ class Fetch:
                 if self._ready_bytes > READY_BYTES and not self._failed:
                     await self._room.wait()
 
-    async def _came(self, index: int, data: memoryview) -> bool:
+    async def _came(self, index: int, data: memoryview, doubted: bool) -> bool:
         """Whether the chunk that came is as it should be."""
         self.bytes_fetched += len(data)
-        if not await self._verified(index, data):
+        if not await self._verified(index, data, doubted):
             self._note(f"chunk {index} came with a wrong checksum")
             self._queue.bad(index)
             return False
@@ -253,7 +256,8 @@ class Fetch:
     @property
     def _by_tensors(self) -> bool:
         """Whether raw chunks are verified by their tensors alone, and one by one only where a tensor is not as it
-        should be: one checksum less. What is handed on, or kept on disk, is verified before."""
+        should be: one checksum less. What is handed on, or kept on disk, is verified before; so is what a relay sends,
+        which is left at the first wrong chunk (`doubted`)."""
         return self._coder is None and self._sums is not None and self._relay is None and self._kept is None
 
     async def _found_wrong(self, sums: TensorSums) -> bool:
@@ -268,10 +272,10 @@ class Fetch:
             sums.lost(index)
         return wrong
 
-    def _at_once(self, index: int, data: memoryview, left: int) -> None:
+    def _at_once(self, doubted: bool, index: int, data: memoryview, left: int) -> None:
         """On the thread that has just read all but `left` bytes: they are verified while they are in the processor's
         cache."""
-        if self._by_tensors and self._sums is not None:
+        if self._by_tensors and self._sums is not None and not doubted:
             self._sums.came(index, len(data) - left)
             good = True
         elif not left:
@@ -281,9 +285,11 @@ class Fetch:
         if not left:
             self._verdicts[index] = good
 
-    async def _verified(self, index: int, data: memoryview) -> bool:
+    async def _verified(self, index: int, data: memoryview, doubted: bool) -> bool:
         good = self._verdicts.pop(index, None)
-        return (self._by_tensors or await self._as_promised(index, data)) if good is None else good
+        if good is not None:
+            return good
+        return (self._by_tensors and not doubted) or await self._as_promised(index, data)
 
     async def _as_promised(self, index: int, data: memoryview) -> bool:
         chunk = self._manifest.chunks[index]

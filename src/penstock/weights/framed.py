@@ -116,10 +116,15 @@ class FramedSocket:
         many = self._bulk.receives or sum(map(len, left)) >= BULK_BYTES
         ahead = self._ahead
         if ahead and not many:
-            found = ahead[: len(left[0])]
-            left[0][: len(found)] = found
-            self._ahead = ahead[len(found) :]
-            return len(found)
+            got = 0
+            for part in left:
+                found = ahead[got : got + len(part)]
+                part[: len(found)] = found
+                got += len(found)
+                if got == len(ahead):
+                    break
+            self._ahead = ahead[got:]
+            return got
         if many:
             self._ahead = ahead[:0]
             if got := await self._bulk.receive_some(left, least, told, ahead):

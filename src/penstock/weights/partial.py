@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from itertools import accumulate
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class Partial:
         # Of the manifest's very bytes: other weights under the same number are another file.
         self._path = folder / f"{manifest.version}-{manifest.codec}-{digest(signed):016x}"
         self._files: tuple[int, int] | None = None
+        self._lock = threading.RLock()
         self.trouble = ""
         """Why nothing is kept any more."""
         try:
@@ -78,22 +80,28 @@ class Partial:
         return data if chunk_verifies(chunk, data) else None
 
     def put(self, index: int, data: Bytes) -> None:
-        """Keeps a verified chunk. The kernel's cache outlives the process; a machine that dies may lose some."""
-        if self._files is None:
-            return
-        try:
-            written = 0
-            view = memoryview(data)
-            while written < len(view):
-                written += os.pwrite(self._files[0], view[written:], self._places[index] + written)
-            os.pwrite(self._files[1], b"\1", index)
-        except OSError as error:
-            self._give_up(error)
+        """Keeps a verified chunk. The kernel's cache outlives the process; a machine that dies may lose some.
+
+        From any thread: one that gives up closes files that no other may write to any more, since their numbers may by
+        then be another file's.
+        """
+        with self._lock:
+            if self._files is None:
+                return
+            try:
+                written = 0
+                view = memoryview(data)
+                while written < len(view):
+                    written += os.pwrite(self._files[0], view[written:], self._places[index] + written)
+                os.pwrite(self._files[1], b"\1", index)
+            except OSError as error:
+                self._give_up(error)
 
     def close(self) -> None:
-        files, self._files = self._files, None
-        for file in files or ():
-            os.close(file)
+        with self._lock:
+            files, self._files = self._files, None
+            for file in files or ():
+                os.close(file)
 
     def delete(self) -> None:
         """Once the version is whole and verified."""

@@ -5,6 +5,7 @@ Pure but for the copying; decides nothing about how long a version is kept or ho
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -161,7 +162,11 @@ def described(tensors: Iterable[TensorSource]) -> tuple[list[TensorEntry], list[
         source = memoryview(buffer)
         if not source.c_contiguous:
             raise WeightError(f"the buffer of tensor {name} is not contiguous")
-        entry = TensorEntry(name=name, dtype=dtype, shape=tuple(shape), nbytes=source.nbytes, xxh3=0)
+        try:
+            sizes = tuple(map(operator.index, shape))
+        except TypeError:
+            raise WeightError(f"tensor {name} has the shape {tuple(shape)}, of other things than integers") from None
+        entry = TensorEntry(name=name, dtype=dtype, shape=sizes, nbytes=source.nbytes, xxh3=0)
         check_tensor(entry)
         if name in names:
             raise WeightError(f"tensor {name} is given twice")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from penstock.errors import MissingExtra, WeightError
-from penstock.weights.choose import QUANTIZED, Rates
+from penstock.weights.choose import CODEC_CHOICES, QUANTIZED, Rates
 from penstock.weights.fetch import Fetch
 from penstock.weights.manifest import (
     Encoding,
@@ -35,7 +35,17 @@ from penstock.weights.mapped import verify_in_place
 from penstock.weights.memory import host_buffer
 from penstock.weights.partial import Partial, holds_something
 from penstock.weights.plan import check_made, check_manifest, split_tensors
-from penstock.weights.protocol import GetOffers, GetPlan, GivenUp, Held, Layout, LinkLost, OtherProtocol, TokenRefused
+from penstock.weights.protocol import (
+    GetOffers,
+    GetPlan,
+    GivenUp,
+    Held,
+    Layout,
+    LinkLost,
+    NoSuchCodec,
+    OtherProtocol,
+    TokenRefused,
+)
 from penstock.weights.relay import Relay
 from penstock.weights.tcp import TcpTransport
 from penstock.weights.transport import CONNECT_S, Planned, WeightLink, WeightTransport
@@ -98,9 +108,13 @@ async def pull(
     and learn from this one. What comes is passed on by `relay`, and kept in the folder `partial` until it is whole.
     `memory` gives the buffer that the version is staged in, where the base may lie already; `layout` is told to the
     store. Links are kept by `transport` for the next pull; one that is made here is closed at the end.
-    Raises WeightError, which names the cause: TokenRefused, OtherProtocol, NoSuchVersion and NoMemory at once,
-    NotInTime for anything that might have passed.
+    Raises WeightError, which names the cause: TokenRefused, OtherProtocol, NoSuchVersion, NoSuchCodec and NoMemory at
+    once, NotInTime for anything that might have passed; ValueError for less than one connection.
     """
+    if codec not in CODEC_CHOICES:
+        raise NoSuchCodec(f"there is no codec {codec!r} (there are {', '.join(CODEC_CHOICES)})")
+    if connections < 1:
+        raise ValueError(f"connections={connections} must be at least 1")
     own = TcpTransport(token) if transport is None else None
     puller = _Pull(source, version, token, transport or own or TcpTransport(token), max_bytes)
     puller.connections, puller.relay, puller.partial = connections, relay, partial

@@ -1,9 +1,9 @@
 """An instance passes on what it has of a version, so that the trainer's link carries it about once.
 
-Serves the encodings of the newest versions, chunk by chunk as they come in and verify: whoever asks for one that is on
-its way waits. To those on the same machine it lends the version whole, once it lies in memory that they can see: one
-of them decodes it, and the others map and verify it. Behind the same token as the trainer's store; what it says is
-believed no more than any wire.
+Serves the encodings of the versions that it was last told to expect, chunk by chunk as they come in and verify: whoever
+asks for one that is on its way waits. To those on the same machine it lends the version whole, once it lies in memory
+that they can see: one of them decodes it, and the others map and verify it. Behind the same token as the trainer's
+store; what it says is believed no more than any wire.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from penstock.errors import WeightError
 from penstock.weights.addresses import format_address
@@ -26,8 +27,14 @@ from penstock.weights.transport import Lender
 __all__ = ["Relay"]
 
 KEEP_VERSIONS = 2
+"""Those last expected, whatever their numbers: a run that goes on from an earlier checkpoint counts from there."""
+REMEMBERED = 64
+"""Versions that were let go of: who asks for one of them need not wait for it."""
 WAIT_S = 5.0
 """For anything of a version to come that this instance has asked for itself; then the puller goes to the trainer."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -86,7 +93,12 @@ class Relay:
         self._wait_s = wait_s
         self._lenders = tuple(lenders)
         self._whole: dict[int, _Whole] = {}
+        """That which was lent last at the end."""
         self._passing: dict[Encoding, _Passing] = {}
+        self._recent: dict[int, None] = {}
+        """Versions that were expected, the last one at the end."""
+        self._gone: dict[int, None] = {}
+        """Versions that it has gone on from."""
         self._arrived = asyncio.Event()
         self._stop = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
@@ -120,8 +132,14 @@ class Relay:
         if known is None or known.manifest != manifest:
             # One that is fetched again, after a cut, goes on for those who wait for the rest of it.
             self._passing[encoding] = _Passing(manifest, chunks)
-        newest = sorted({key.version for key in self._passing})[-KEEP_VERSIONS:]
-        for key in [key for key in self._passing if key.version not in newest]:
+        _to_the_end(self._recent, encoding.version, None)
+        self._gone.pop(encoding.version, None)
+        for old in list(self._recent)[:-KEEP_VERSIONS]:
+            del self._recent[old]
+            _to_the_end(self._gone, old, None)
+        for old in list(self._gone)[:-REMEMBERED]:
+            del self._gone[old]
+        for key in [key for key in self._passing if key.version not in self._recent]:
             self._passing.pop(key).forget()
         self._stir()
 
@@ -135,8 +153,8 @@ class Relay:
 
     def lend(self, version: int, manifest: bytes, kind: str, place: str) -> None:
         """The version of `manifest` (signed) lies whole at `place`, by the way `kind`; nobody writes there any more."""
-        self._whole[version] = _Whole(manifest, kind, place)
-        for old in sorted(self._whole)[:-KEEP_VERSIONS]:
+        _to_the_end(self._whole, version, _Whole(manifest, kind, place))
+        for old in list(self._whole)[:-KEEP_VERSIONS]:
             del self._whole[old]
         self._stir()
 
@@ -170,13 +188,16 @@ class Relay:
         try:
             async with asyncio.timeout(wait_s):
                 while version not in self._whole:
-                    if any(key.version > version for key in self._passing):
-                        raise NoSuchVersion(f"it has gone on from weight version {version} to a newer one")
+                    if self._has_gone_on_from(version):
+                        raise NoSuchVersion(f"it has gone on from weight version {version} to another one")
                     async with asyncio.timeout(self._wait_s):
                         await self._arrived.wait()
         except TimeoutError:
             raise NotReady(f"weight version {version} is not whole here") from None
         return self._whole[version]
+
+    def _has_gone_on_from(self, version: int) -> bool:
+        return version in self._gone or (version in self._recent and version != next(reversed(self._recent)))
 
     def ways(self, said: Sequence[str]) -> tuple[Way, ...]:
         found = (lender.way(one) for lender in self._lenders for one in said)
@@ -184,6 +205,11 @@ class Relay:
 
     def relay(self, encoding: Encoding, address: str) -> str:
         return ""
+
+
+def _to_the_end(table: dict[int, T], key: int, value: T) -> None:
+    table.pop(key, None)
+    table[key] = value
 
 
 class _WholeLease:
@@ -233,7 +259,7 @@ class _RelayLease:
         try:
             while index not in passing.have:
                 if passing.forgotten:
-                    raise NotReady(f"it has gone on from {self._encoding} to newer versions")
+                    raise NotReady(f"it has gone on from {self._encoding} to other versions")
                 # On a slow link a chunk comes late though others come all the time.
                 async with asyncio.timeout(self._wait_s):
                     await passing.arrived.wait()

@@ -309,11 +309,11 @@ class _Reader:
 
     async def _send_plan(self, request: GetPlan) -> None:
         ask = request.ask
-        steps: tuple[Encoding, ...] = (Encoding(ask.version),)
-        if request.codec != "raw":
-            offered = await self._shelf.offers(ask)
-            steps = choose(offered.offers, offered.raw_nbytes, request.measured, request.codec, ask.draft).steps
-        lease = await self._leased(steps[0], ask.wait_s, request.by, ask.draft)
+        if request.codec == "raw":
+            steps: tuple[Encoding, ...] = (Encoding(ask.version),)
+            lease = await self._leased(steps[0], ask.wait_s, request.by, ask.draft)
+        else:
+            steps, lease = await self._chosen(request)
         relay = self._relay_for(steps[0], request.relay_port)
         place = lease.whole(request.by) if request.by else ""
         is_draft = isinstance(lease, DraftLease) and lease.is_draft
@@ -325,6 +325,20 @@ class _Reader:
         if place:
             self._shelf.count(f"lent_by_{request.by}")
         await self._send_run([await lease.chunk(index) for index in range(pushed)])
+
+    async def _chosen(self, request: GetPlan) -> tuple[tuple[Encoding, ...], Lease]:
+        """The way that ends soonest, of those that can still be had: a base may go while it is looked at."""
+        ask = request.ask
+        offered = await self._shelf.offers(ask)
+        offers = list(offered.offers)
+        while True:
+            steps = choose(offers, offered.raw_nbytes, request.measured, request.codec, ask.draft).steps
+            try:
+                return steps, await self._leased(steps[0], ask.wait_s, request.by, ask.draft)
+            except (NoSuchVersion, GivenUp):
+                offers = [offer for offer in offers if steps[0] not in offer.steps]
+                if not offers:
+                    raise
 
     async def _send_manifest(self, ask: GetManifest) -> None:
         lease = await self._leased(ask.encoding, ask.wait_s)

@@ -2,7 +2,8 @@
 
 Decides which versions are kept (the newest `keep_versions` within `keep_bytes`, and older ones while a connection still
 reads them) and what is encoded when: a version is hashed and encoded behind the trainer's back, on threads; a
-difference when the first agent that holds its base asks for it, and from then on as soon as a version is published.
+difference when the first agent that holds its base asks for it, and from then on as soon as a version is published,
+unless another is still being made. The newest version's encodings come first (`encoder`).
 Refuses to know what the bytes mean. It serves in a thread of its own with its own event loop; while it does, the
 interpreter's lock is free, because the time goes into the kernel's send, into numpy and into zstd.
 """
@@ -17,16 +18,18 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 from penstock.errors import MissingExtra, WeightError
 from penstock.weights.addresses import advertised, format_address, listen, outward_address
+from penstock.weights.encoder import Encoder
 from penstock.weights.encodings import Estimate, can_zipnn, estimate
 from penstock.weights.growing import Growing, within
 from penstock.weights.leases import CodedLease, RawLease
 from penstock.weights.manifest import Encoding, Manifest, TensorEntry
 from penstock.weights.memory import usable_cores
 from penstock.weights.offers import RelayChain, codecs_of, offers_of
-from penstock.weights.plan import CODECS, tensor_offsets
+from penstock.weights.plan import CODECS, MAX_CHUNK_BYTES, check_manifest, tensor_offsets
 from penstock.weights.protocol import GetOffers, GivenUp, NoSuchVersion, NotReady, Offers, Way
 from penstock.weights.published import (
     Coded,
@@ -79,6 +82,8 @@ class WeightStore:
     ) -> None:
         if chunk_bytes < 1 or keep_versions < 1:
             raise ValueError(f"chunk_bytes={chunk_bytes} and keep_versions={keep_versions} must be at least 1")
+        if chunk_bytes > MAX_CHUNK_BYTES:
+            raise ValueError(f"chunk_bytes={chunk_bytes} is over what pullers take, {MAX_CHUNK_BYTES}")
         self._run = run
         self._host = host
         self._port = port
@@ -103,7 +108,9 @@ class WeightStore:
         self._counts: Counter[str] = Counter()
         self._cores = threads or usable_cores()
         self._publishing = ThreadPoolExecutor(1, "weight-publish")
-        self._encoding = ThreadPoolExecutor(1, "weight-encode")
+        self._encoder = Encoder()
+        self._awaited: Counter[Encoding] = Counter()
+        """Whoever waits for an encoding now."""
         self._threads = ThreadPoolExecutor(self._cores, "weight-chunks")
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -116,6 +123,8 @@ class WeightStore:
         """Listens and returns the address that agents pull from. Raises PortInUse, or WeightError for a bad host."""
         if self._thread is not None:
             raise WeightError(f"the weight store listens on {self.address} already")
+        if self._closed:
+            raise WeightError("the weight store is closed")
         listener = listen(self._host, self._port)
         self._port = listener.getsockname()[1]
         ready = threading.Event()
@@ -208,7 +217,10 @@ class WeightStore:
         done.set_result(held.manifest)
 
     def _held_version(self, version: int, entries: list[TensorEntry], stream: memoryview, config_json: str) -> Version:
-        return version_of(self._run, version, entries, stream, config_json, self._chunk_bytes, self._token)
+        held = version_of(self._run, version, entries, stream, config_json, self._chunk_bytes, self._token)
+        # What no puller would take is told to whoever publishes it.
+        check_manifest(held.manifest, version, held.manifest.raw_nbytes)
+        return held
 
     def close(self) -> None:
         """Stops serving and closes every connection; a second call does nothing."""
@@ -218,8 +230,9 @@ class WeightStore:
         self._closed = True
         with self._lock:
             pending = list(self._pending.values())
-        for pool in (self._publishing, self._encoding, self._threads):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._publishing.shutdown(wait=False, cancel_futures=True)
+        self._encoder.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for done in pending:
             # One whose checksums have begun ends by itself and finds its end taken.
             if not done.done():
@@ -273,24 +286,27 @@ class WeightStore:
 
     def _code_ahead(self, before: Manifest, now: Manifest) -> None:
         """Begins the difference that agents will ask for; the lock is held by the caller."""
-        # Only while its base is there: a trainer that publishes faster than this encodes skips some.
+        # Who publishes faster than this encodes skips some: each holds two versions for as long as it takes.
+        if any(not coded.done() for coded in self._coded.values()):
+            return
         if before.version in self._versions and comparable(before, now):
             for codec in self._deltas_wanted:
-                self._code(Encoding(now.version, codec, before.version))
+                self._code(Encoding(now.version, codec, before.version), ahead=True)
 
     def _quantize(self, version: int, scheme: str) -> Future[Version]:
         """The version quantized, under way or done; the lock is held by the caller."""
         found = self._quantized.get((version, scheme))
         if found is not None and not (found.done() and found.exception() is not None):
             return found
-        held = self._versions.get(version)
-        if held is None:
-            raise NoSuchVersion(f"it does not hold weight version {version} (held: {self._names()})")
-        held.readers += 1
-        found = self._quantized[version, scheme] = self._encoding.submit(self._quantized_version, held, scheme)
+        if version not in self._versions:
+            raise self._not_held(version)
+        found = self._quantized[version, scheme] = self._encoder.submit(
+            version, partial(self._quantized_version, version, scheme)
+        )
         return found
 
-    def _quantized_version(self, held: Version, scheme: str) -> Version:
+    def _quantized_version(self, version: int, scheme: str) -> Version:
+        held = self._hold(version)
         try:
             threads = self._threads if self._cores > 1 else None
             manifest, stream = quantize(held.manifest, held.stream, scheme, threads)
@@ -299,8 +315,10 @@ class WeightStore:
         finally:
             self._release(held)
 
-    def _code(self, key: Encoding) -> Future[Coded]:
-        """The encoding, under way or done, begun by whoever wants it first; the lock is held by the caller."""
+    def _code(self, key: Encoding, ahead: bool = False) -> Future[Coded]:
+        """The encoding, under way or done, begun by whoever wants it first; the lock is held by the caller.
+
+        Its versions are held from when its turn comes. `ahead`: it is made though nobody waits for it."""
         coded = self._coded.get(key)
         if coded is not None and not (coded.done() and coded.exception() is not None):
             return coded
@@ -310,28 +328,26 @@ class WeightStore:
             raise NoSuchVersion(f"it does not hold {key} (held: {self._names()})")
         if base is not None and not comparable(base.manifest, held.manifest):
             raise NoSuchVersion(f"it has no difference of version {key.version} to {key.base}: other tensors")
-        for one in (held, base):
-            if one is not None:
-                one.readers += 1
-        # Begun before what needs them, on the same one thread: they are done when it begins.
         scheme = scheme_of_codec(key.codec)
         quantized = [self._quantize(one, scheme) for one in (key.version, key.base) if scheme and one is not None]
         begun: Future[Growing] = Future()
         self._growing[key] = begun
-        coded = self._coded[key] = self._encoding.submit(self._encode, key, held, base, quantized, begun)
+        coded = self._coded[key] = self._encoder.submit(
+            key.version, partial(self._encode, key, quantized, begun, ahead)
+        )
         return coded
 
-    def _encode(
-        self,
-        key: Encoding,
-        held: Version,
-        base: Version | None,
-        quantized: list[Future[Version]],
-        begun: Future[Growing],
-    ) -> Coded:
+    def _encode(self, key: Encoding, quantized: list[Future[Version]], begun: Future[Growing], ahead: bool) -> Coded:
+        held: list[Version] = []
         try:
-            new = quantized[0].result() if quantized else held
-            old = quantized[1].result() if quantized and base is not None else base
+            with self._lock:
+                if not ahead and not self._awaited[key]:
+                    raise GivenUp(f"{key} is given up: nobody waits for it any more")
+            for version in (key.version, key.base):
+                if version is not None:
+                    held.append(self._hold(version))
+            shown = [self._encoder.made(one) for one in quantized] or held
+            new, old = shown[0], shown[1] if key.base is not None else None
             coded = made(key.codec, new, old, self._token, self._threads if self._cores > 1 else None, begun)
             self.count(f"encoded_{key.codec}")
             return coded
@@ -343,9 +359,12 @@ class WeightStore:
             with self._lock:
                 if self._growing.get(key) is begun:
                     del self._growing[key]
-            for one in (held, base):
-                if one is not None:
-                    self._release(one)
+            for one in held:
+                self._release(one)
+
+    def _not_held(self, version: int) -> NoSuchVersion:
+        """The lock is held by the caller."""
+        return NoSuchVersion(f"it does not hold weight version {version} (held: {self._names()})")
 
     def _names(self) -> str:
         return ", ".join(map(str, self._versions)) or "none"
@@ -373,7 +392,7 @@ class WeightStore:
         with self._lock:
             held = self._versions.get(ask.version)
             if held is None:
-                raise NoSuchVersion(f"it does not hold weight version {ask.version} (held: {self._names()})")
+                raise self._not_held(ask.version)
             new = self._shown(ask.version, ask.scheme)
             if new is None:
                 raise NotReady(f"weight version {ask.version} is not quantized to {ask.scheme} yet")
@@ -384,6 +403,8 @@ class WeightStore:
                 if (base := shown[one.version]) is not None
                 and base.manifest.digest == one.digest
                 and comparable(base.manifest, new.manifest)
+                # What is quantized looks alike though it was not.
+                and comparable(self._versions[one.version].manifest, held.manifest)
             }
             pinned = [held, *(self._versions[version] for version in bases)]
             for version in pinned:
@@ -441,6 +462,7 @@ class WeightStore:
                 self._deltas_wanted.add(encoding.codec)
             coding = self._code(encoding)
             begun = self._growing.get(encoding)
+            self._awaited[encoding] += 1
         what = f"{encoding} is being encoded"
         try:
             if draft and begun is not None and not coding.done():
@@ -450,6 +472,11 @@ class WeightStore:
             raise
         except Exception as error:
             raise GivenUp(f"{encoding} is given up: {str(error) or type(error).__name__}") from error
+        finally:
+            with self._lock:
+                self._awaited[encoding] -= 1
+                if not self._awaited[encoding]:
+                    del self._awaited[encoding]
         return CodedLease(coded.growing, coded.signed)
 
     def ways(self, said: Sequence[str]) -> tuple[Way, ...]:
@@ -493,7 +520,7 @@ class WeightStore:
         with self._lock:
             held = self._versions.get(version)
             if held is None:
-                raise NoSuchVersion(f"it does not hold weight version {version} (held: {self._names()})")
+                raise self._not_held(version)
             held.readers += 1
             return held
 
