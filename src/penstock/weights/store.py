@@ -2,8 +2,8 @@
 
 Decides which versions are kept (the newest `keep_versions` within `keep_bytes`, and older ones while a connection still
 reads them) and what is encoded when: a version is hashed and encoded behind the trainer's back, on threads; a
-difference when the first agent that holds its base asks for it, and from then on as soon as a version is published,
-unless another is still being made. The newest version's encodings come first (`encoder`).
+difference when the first agent that holds its base asks for it, and from then on as soon as a version is published.
+The newest version's encodings come first (`encoder`), and a version is held for one from when that is begun.
 Refuses to know what the bytes mean. It serves in a thread of its own with its own event loop; while it does, the
 interpreter's lock is free, because the time goes into the kernel's send, into numpy and into zstd.
 """
@@ -286,9 +286,7 @@ class WeightStore:
 
     def _code_ahead(self, before: Manifest, now: Manifest) -> None:
         """Begins the difference that agents will ask for; the lock is held by the caller."""
-        # Who publishes faster than this encodes skips some: each holds two versions for as long as it takes.
-        if any(not coded.done() for coded in self._coded.values()):
-            return
+        # Who publishes faster than this encodes skips some: their versions are gone when their turn comes.
         if before.version in self._versions and comparable(before, now):
             for codec in self._deltas_wanted:
                 self._code(Encoding(now.version, codec, before.version), ahead=True)
@@ -403,8 +401,6 @@ class WeightStore:
                 if (base := shown[one.version]) is not None
                 and base.manifest.digest == one.digest
                 and comparable(base.manifest, new.manifest)
-                # What is quantized looks alike though it was not.
-                and comparable(self._versions[one.version].manifest, held.manifest)
             }
             pinned = [held, *(self._versions[version] for version in bases)]
             for version in pinned:
