@@ -13,6 +13,7 @@ import pytest
 
 from penstock import cli
 from penstock.config.toml import write_toml
+from penstock.rollout import plan
 from penstock.simulate.profiles import shipped, shipped_names
 from penstock.simulate.world import simulate
 
@@ -58,6 +59,63 @@ def test_a_sweep_makes_every_combination_and_each_changes_the_figures(
     found = rows(capsys, small, "--steps", "2", "--strategies", "penstock", *grid)
     assert len({row["setting"] for row in found}) == 4
     assert len({row["dollars"] for row in found}) == 4
+
+
+@pytest.fixture
+def plenty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A trace with more machines than anybody asks for, and few steps on it, planned in a hurry."""
+    monkeypatch.setattr(plan, "TRIES", 3)
+    monkeypatch.setattr(plan, "CHANCES", 1)
+    path = tmp_path / "plenty.json"
+    path.write_text(json.dumps({"metadata": {"gap_seconds": 600}, "data": [40] * 20}))
+    return ["--trace", str(path), "--steps", "4"]
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: str) -> list[int]:
+    """What the one strategy asked for, step by step."""
+    assert cli.main(["simulate", *words, "--json"]) == 0
+    run = json.loads(capsys.readouterr().out)["runs"][0]
+    return [step["wanted"] for step in run["steps"]]
+
+
+def test_how_many_machines_to_ask_for_is_answered_with_its_cause(
+    small: str, plenty: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the table the mean and the last number, in JSON each step's, though only two are ever there."""
+    scarce = [*plenty, "--strategies", "rlboost,penstock", "--sample", "0.05"]
+    assert cli.main(["simulate", small, *scarce, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert cli.main(["simulate", small, *scarce]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for row, run, line in zip(found["rows"], found["runs"], lines[1:], strict=True):
+        steps = run["steps"]
+        walls = [step["step_s"] for step in steps]
+        assert steps[0]["wanted"] == 4 > row["mean_fleet"], "asked for, and not there"
+        assert steps[0]["wanted_cause"] == "nothing is known yet" != steps[-1]["wanted_cause"]
+        mean = sum(step["wanted"] * wall for step, wall in zip(steps, walls)) / sum(walls)
+        assert row["mean_asked"] == pytest.approx(mean)
+        assert f"{mean:.1f}, last {row['last_asked']} " in line or f" {row['last_asked']} " in line
+    assert "asked for" in lines[0]
+
+
+def test_each_bound_on_the_number_is_kept(small: str, plenty: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = [small, *plenty, "--strategies", "penstock"]
+    free = asked(capsys, *words)
+    assert 0 < free[-1] < 8
+    assert min(asked(capsys, *words, "--floor", "8")) >= 8
+    assert max(asked(capsys, *words, "--ceiling", "1")) == 1
+    assert max(asked(capsys, *words, "--machines", "1")) == 1
+    assert max(asked(capsys, *words, "--budget-per-h", "11")) == 2, "at 5.32 dollars each"
+    assert asked(capsys, *words, "--hour-worth", "5000")[-1] > free[-1]
+
+
+def test_without_a_trace_a_ceiling_says_how_many_there_are_and_strategies_choose(
+    small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [small, "--steps", "4", "--strategies", "rlboost"]
+    (row,) = rows(capsys, *words, "--ceiling", "20")
+    assert 4 < row["mean_asked"] < row["last_asked"] <= 20
+    assert row["mean_fleet"] >= 4
 
 
 def test_a_policy_of_the_user_s_own_is_simulated_by_its_import_path(
@@ -147,6 +205,13 @@ def test_the_picture_is_drawn(small: str, tmp_path: Path) -> None:
         (["--steps", "1"], "--trace FILE, or --machines N"),
         (["--trace", "gone.csv", "--sample", "2"], "--sample is 2.0"),
         (["--machines", "1", "--sample", "0.5"], "give --trace FILE"),
+        (["--machines", "1", "--ceiling", "2"], "--machines and --ceiling both"),
+        (["--ceiling", "2", "--grid", "machines=1,2"], "--machines and --ceiling both"),
+        (["--machines", "4", "--floor", "2"], "--machines fixes it"),
+        (["--machines", "4", "--budget-per-h", "9"], "--machines fixes it"),
+        (["--machines", "4", "--hour-worth", "9"], "--machines fixes it"),
+        (["--ceiling", "4", "--floor", "5"], "--floor is 5; it must be between 0 and 4"),
+        (["--ceiling", "4", "--budget-per-h", "-5"], "--budget-per-h is -5"),
         (["--machines", "1", "--prices", "1,2,3"], "--prices is for"),
         (["--machines", "1", "--out", "x.toml"], "--out is for"),
         (["--machines", "1", "--picture", "gone/run.png"], "there is no folder gone"),

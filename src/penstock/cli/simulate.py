@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from penstock.simulate.outcome import Outcome
     from penstock.simulate.profiles import Prices, Profile
     from penstock.simulate.report import Row
+    from penstock.simulate.strategy import Strategy
     from penstock.simulate.traces import Trace
+
+CEILING = 32
+"""Remote instances at most, where nothing is said."""
 
 HELP = """Simulate a run on machines that come and go: step times, throughput, cost and waiting.
 
@@ -40,7 +44,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prices", metavar="A,B,C", help="with fit: dollars an hour: reserved (all), a spot machine, one on demand"
     )
     parser.add_argument("--trace", type=Path, help="a spot trace, in any of the forms that docs/simulate.md lists")
-    parser.add_argument("--machines", type=int, help="so many remote instances at most; without a trace, all the time")
+    parser.add_argument(
+        "--machines",
+        type=int,
+        help="so many remote instances all the time, which fixes their number; on a trace, the same as --ceiling",
+    )
+    parser.add_argument(
+        "--ceiling",
+        type=int,
+        help="strategies choose how many remote instances to ask for, up to so many (on a trace by default "
+        f"{CEILING}); without a trace, so many can be had all the time",
+    )
+    parser.add_argument("--floor", type=int, help="where it chooses, penstock asks for no fewer (default 0)")
+    parser.add_argument(
+        "--budget-per-h",
+        type=float,
+        metavar="DOLLARS",
+        help="where it chooses, penstock's remote instances cost no more an hour (default: no bound)",
+    )
+    parser.add_argument(
+        "--hour-worth",
+        type=float,
+        metavar="DOLLARS",
+        help="dollars that you would pay to be done an hour sooner: where it chooses, penstock asks for as many as "
+        "pay at that (default 0)",
+    )
     parser.add_argument("--sample", type=float, default=1.0, help="keep this share of the trace's machines (default 1)")
     parser.add_argument("--start-h", type=float, default=0.0, help="begin so many hours into the trace (default 0)")
     parser.add_argument("--hours", type=float, default=2.0, help="simulate so long (default 2)")
@@ -155,8 +183,24 @@ def _prices(words: str | None) -> Prices | None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.trace is None and args.machines is None and not any(word.startswith("machines=") for word in args.grid):
-        raise ConfigError("which machines are there? give --trace FILE, or --machines N for N all the time")
+    is_machines = args.machines is not None or any(word.startswith("machines=") for word in args.grid)
+    if args.trace is None and not is_machines and args.ceiling is None:
+        raise ConfigError(
+            "which machines are there? give --trace FILE, or --machines N for N all the time, or --ceiling N for as "
+            "many of N as each strategy asks for"
+        )
+    if is_machines and args.ceiling is not None:
+        raise ConfigError("--machines and --ceiling both say how many machines there are at most; give one")
+    if is_machines and args.trace is None:
+        for name, value in (
+            ("--floor", args.floor),
+            ("--budget-per-h", args.budget_per_h),
+            ("--hour-worth", args.hour_worth),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f"{name} bounds the number that is asked for, and --machines fixes it; give --ceiling instead"
+                )
     for name, is_given in (("--prices", args.prices is not None), ("--out", args.out is not None)):
         if is_given:
             raise ConfigError(f"{name} is for `penstock simulate fit RUN`; prices of a profile are in its file")
@@ -168,6 +212,10 @@ def _check(args: argparse.Namespace) -> None:
         ("--start-h", args.start_h, 0.0, 100_000.0),
         ("--steps", args.steps if args.steps is not None else 1, 1, 100_000),
         ("--machines", args.machines if args.machines is not None else 0, 0, 100_000),
+        ("--ceiling", args.ceiling if args.ceiling is not None else 0, 0, 100_000),
+        ("--floor", args.floor or 0, 0, _ceiling(args, args.machines)),
+        ("--budget-per-h", args.budget_per_h if args.budget_per_h is not None else 1, 0.01, 1e9),
+        ("--hour-worth", args.hour_worth or 0, 0, 1e9),
     ):
         if not low <= value <= high:
             raise ConfigError(f"{name} is {value}; it must be between {low:g} and {high:g}")
@@ -177,11 +225,16 @@ def _check(args: argparse.Namespace) -> None:
         check_picture(args.picture)
 
 
+def _ceiling(args: argparse.Namespace, machines: int | None) -> int:
+    """Remote instances at most."""
+    return next((most for most in (machines, args.ceiling) if most is not None), CEILING)
+
+
 def _trace(args: argparse.Namespace, machines: int | None) -> Trace:
     from penstock.simulate.traces import read_trace, static_trace
 
     if args.trace is None:
-        return static_trace(machines or 0, float("inf"))
+        return static_trace(_ceiling(args, machines), float("inf"))
     trace = read_trace(args.trace, args.seed).sampled(args.sample, args.seed)
     start_s = 3600 * args.start_h
     if start_s >= trace.duration_s:
@@ -193,23 +246,29 @@ def _trace(args: argparse.Namespace, machines: int | None) -> Trace:
 
 
 def _compare(args: argparse.Namespace, found: _Compared, machines: int | None, setting: str, count: str) -> None:
-    from penstock.simulate.baselines import make_strategy
+    from penstock.simulate.baselines import Bounds, make_strategy
     from penstock.simulate.report import row_of
     from penstock.simulate.world import simulate
 
     profile, trace = found.profile, found.trace
     fixed = machines if args.trace is None else None
-    ceiling = 32 if machines is None else machines
+    ceiling = _ceiling(args, machines)
+    budget_per_h = float("inf") if args.budget_per_h is None else args.budget_per_h
+    bounds = Bounds(min(args.floor or 0, ceiling), budget_per_h, args.hour_worth or 0.0)
+
+    def made(name: str) -> Strategy:
+        return make_strategy(name, profile, machines=fixed, ceiling=ceiling, bounds=bounds)
+
     limit = {"steps": args.steps} if args.steps else {"duration_s": 3600 * args.hours}
     for name in args.strategies.split(","):
-        strategy = make_strategy(name.strip(), profile, machines=fixed, ceiling=ceiling)
+        strategy = made(name.strip())
         if sys.stderr.isatty():
             # A strategy may take minutes.
             print(f"{count}, {setting}: {strategy.name}", file=sys.stderr)
         outcome = simulate(profile, trace, strategy, seed=args.seed, **limit)
         if not outcome.steps:
             # A strategy is of one run: it has learned.
-            strategy = make_strategy(name.strip(), profile, machines=fixed, ceiling=ceiling)
+            strategy = made(name.strip())
             first = simulate(profile, trace, strategy, seed=args.seed, steps=1)
             raise ConfigError(
                 f"{strategy.name} on {setting}: no step ended within --hours {args.hours:g}; its first one takes "

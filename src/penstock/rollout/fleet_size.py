@@ -194,6 +194,8 @@ class FleetSize:
         faster = self.step_s(bounded) / self.step_s(best) - 1
         if direction == 0 or max(saving / self.step_cost(bounded), faster) <= config.worth:
             self._asked = 0
+            if not self._decided:
+                self.cause = f"{self.wanted}: no other number is better by more than {config.worth:.0%}"
             return self.wanted
         self._asked = self._asked + direction if self._asked * direction > 0 else direction
         if abs(self._asked) < config.patience and (self._decided or direction < 0):

@@ -31,7 +31,17 @@ from penstock.rollout.plan import Plan
 from penstock.simulate.profiles import Profile
 from penstock.simulate.strategy import FixedSize, SizePolicy, Strategy, WindowPolicy
 
-__all__ = ["ABLATIONS", "STRATEGIES", "Algorithm1", "Algorithm2", "PaperSize", "Tuning", "make_strategy", "tuned"]
+__all__ = [
+    "ABLATIONS",
+    "STRATEGIES",
+    "Algorithm1",
+    "Algorithm2",
+    "Bounds",
+    "PaperSize",
+    "Tuning",
+    "make_strategy",
+    "tuned",
+]
 
 UNBOUNDED = 1 << 20
 
@@ -153,6 +163,7 @@ class PaperSize:
     reserved: int
     ceiling: int
     wanted: int = 4
+    cause: str = "nothing is known yet"
 
     def __post_init__(self) -> None:
         self.wanted = min(self.wanted, self.ceiling)
@@ -161,6 +172,7 @@ class PaperSize:
         if times.train_s > 0:
             bound = math.ceil((times.remote_busy_s + times.window_s * self.reserved) / times.train_s)
             self.wanted = max(1, min(self.ceiling, bound))
+            self.cause = f"N_prem = {bound} of at most {self.ceiling}"
         return self.wanted
 
 
@@ -196,17 +208,27 @@ def tuned(throughput: Callable[[Tuning], float]) -> Tuning:
     return best
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a user bounds the number of instances by, beside a ceiling; of `penstock` and its ablations."""
+
+    floor: int = 0
+    budget_per_h: float = math.inf
+    hour_worth: float = 0.0
+
+
 def make_strategy(
     name: str,
     profile: Profile,
     *,
     machines: int | None = None,
     ceiling: int = 32,
+    bounds: Bounds | None = None,
     tuning: Tuning | None = None,
 ) -> Strategy:
-    """A fresh strategy; `machines` fixes the number of remote instances. Raises ConfigError for no such name.
+    """A fresh strategy; `machines` fixes the number of remote instances, and `ceiling` bounds it where that is chosen.
 
-    `package.module:Class` is Penstock with a balance policy of the user's own.
+    `package.module:Class` is Penstock with a balance policy of the user's own. Raises ConfigError for no such name.
     """
     own = ":" in name
     if not own and name not in STRATEGIES:
@@ -215,7 +237,8 @@ def make_strategy(
             "package.module:Class"
         )
     fixed = FixedSize(machines) if machines is not None else None
-    made = STRATEGIES["penstock" if own else name](profile, _Wish(name, fixed, ceiling, tuning or Tuning()))
+    wish = _Wish(name, fixed, ceiling, bounds or Bounds(), tuning or Tuning())
+    made = STRATEGIES["penstock" if own else name](profile, wish)
     if own:
         made.balance = load_policy(name, max_pending=profile.max_pending_per_instance)
     return made
@@ -228,6 +251,7 @@ class _Wish:
     name: str
     fixed: FixedSize | None
     ceiling: int
+    bounds: Bounds
     tuning: Tuning
 
 
@@ -257,8 +281,10 @@ def _rlboost(profile: Profile, wish: _Wish) -> Strategy:
 
 def _penstock(profile: Profile, wish: _Wish) -> Strategy:
     config = FleetSizeConfig(
-        floor=0,
+        floor=wish.bounds.floor,
         ceiling=wish.ceiling,
+        budget_per_h=wish.bounds.budget_per_h,
+        hour_worth=wish.bounds.hour_worth,
         reserved_price=profile.prices.reserved,
         instance_price=profile.prices.spot,
         start_s=profile.spot.boot_s,

@@ -8,7 +8,15 @@ from functools import cached_property
 
 from penstock.rollout.offload import StepTimes
 
-__all__ = ["Outcome", "StepOutcome"]
+__all__ = ["Asked", "Outcome", "StepOutcome"]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A number of remote instances that was asked for, and why."""
+
+    wanted: int
+    cause: str
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,8 @@ class Outcome:
     strategy: str
     profile: str
     steps: list[StepOutcome] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
+    """What stood in each step, and last what the step after them would have."""
     end_s: float = 0.0
     events: int = 0
 
@@ -63,6 +73,12 @@ class Outcome:
     @property
     def mean_fleet(self) -> float:
         return sum(step.times.fleet * step.times.step_s for step in self.steps) / self.wall_s if self.steps else 0.0
+
+    @property
+    def mean_asked(self) -> float:
+        """Remote instances asked for, whether or not there were so many."""
+        total = sum(asked.wanted * step.times.step_s for asked, step in zip(self.asked, self.steps))
+        return total / self.wall_s if self.steps else 0.0
 
     @property
     def trainer_wait_share(self) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.simulate.machine import Machine
+from penstock.simulate.outcome import Asked
 from penstock.simulate.traces import Change, Trace
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Remotes:
         self._born = 0
 
     def start(self) -> None:
+        self._note_asked()
         for change in self.trace.changes:
             if change.at_s <= 0:
                 self.change(change, quiet=True)
@@ -100,6 +102,7 @@ class Remotes:
 
     def want(self, count: int) -> None:
         self.wanted = count
+        self._note_asked()
         while len(self._held) > count:
             self._leave(next(reversed(self._held)))
         for held in self._take():
@@ -140,6 +143,9 @@ class Remotes:
         return RemoteTimes(connected_s / span_s, paid_s, busy_s, wait_s / max(1, len(ready)), ready)
 
     # ---- within
+
+    def _note_asked(self) -> None:
+        self.world.outcome.asked.append(Asked(self.wanted, self.world.strategy.size.cause))
 
     def change(self, change: Change, quiet: bool = False) -> None:
         """A machine becomes available or is taken away now; `quiet`: without anybody being taken on for it yet."""

@@ -23,7 +23,12 @@ class Row:
     tokens_per_s: float
     tokens_per_dollar: float
     dollars: float
+    mean_asked: float
+    """Remote instances that the strategy asked for."""
+    last_asked: int
+    """What it would ask for next."""
     mean_fleet: float
+    """Those that it held: no more than there were."""
     trainer_wait_share: float
     remote_wait_s: float
     regret: float
@@ -47,6 +52,8 @@ def row_of(outcome: Outcome, profile: Profile, setting: str, spot: bool = True) 
         tokens_per_s=outcome.tokens_per_s,
         tokens_per_dollar=outcome.tokens_per_dollar(prices.reserved, instance),
         dollars=outcome.dollars(prices.reserved, instance),
+        mean_asked=outcome.mean_asked,
+        last_asked=outcome.asked[-1].wanted,
         mean_fleet=outcome.mean_fleet,
         trainer_wait_share=outcome.trainer_wait_share,
         remote_wait_s=sum(step.times.remote_wait_s for step in steps) / len(steps),
@@ -66,7 +73,8 @@ _HEADS = (
     "M tokens/$",
     "$ x",
     "cost",
-    "fleet",
+    "asked for",
+    "held",
     "trainer waits",
     "remote wait",
     "regret",
@@ -91,6 +99,7 @@ def table(rows: Sequence[Row]) -> str:
                 f"{row.tokens_per_dollar / 1e6:.3f}" if row.dollars else "-",
                 f"{row.tokens_per_dollar / first.tokens_per_dollar:.2f}" if row.dollars and first.dollars else "-",
                 f"{row.dollars:,.2f} $" if row.dollars else "-",
+                _asked(row),
                 f"{row.mean_fleet:.1f}",
                 f"{row.trainer_wait_share:.1%}",
                 f"{row.remote_wait_s / row.step_s:.1%}",
@@ -107,8 +116,15 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
+def _asked(row: Row) -> str:
+    """The mean, and what it came to where that is another number."""
+    if row.mean_asked == row.last_asked:
+        return str(row.last_asked)
+    return f"{row.mean_asked:.1f}, last {row.last_asked}"
+
+
 def as_json(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Rows, and every step of every run with the causes of its window."""
+    """Rows, and every step of every run with the causes of its window and of the number of machines asked for."""
     return {
         "rows": [{name: getattr(row, name) for name in Row.__slots__} for row in rows],
         "runs": [
@@ -125,13 +141,15 @@ def as_json(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, Any]:
                         "train_s": step.times.train_s,
                         "trainer_wait_s": step.times.trainer_wait_s,
                         "remote_wait_s": step.times.remote_wait_s,
+                        "wanted": asked.wanted,
+                        "wanted_cause": asked.cause,
                         "fleet": step.times.fleet,
                         "tokens": step.tokens,
                         "moves": step.moves,
                         "preemptions": step.times.preemptions,
                         "window": [{"at_s": at, "cause": cause} for at, cause in step.causes],
                     }
-                    for step in outcome.steps
+                    for step, asked in zip(outcome.steps, outcome.asked)
                 ],
             }
             for outcome in outcomes

@@ -23,6 +23,8 @@ class SizePolicy(Protocol):
     """See `rollout.fleet_size.FleetSize`."""
 
     wanted: int
+    cause: str
+    """Why this number."""
 
     def ended(self, times: StepTimes, predictor: Predictor | None = None) -> int: ...
 
@@ -32,6 +34,7 @@ class FixedSize:
     """Always the same number."""
 
     wanted: int
+    cause: str = "fixed"
 
     def ended(self, times: StepTimes, predictor: Predictor | None = None) -> int:
         return self.wanted
