@@ -230,8 +230,8 @@ class RolloutClient:
 
     def _refusal(self, error: aiohttp.WSServerHandshakeError) -> Exception:
         status = error.status
+        told = error.headers.get(REFUSAL_HEADER, "") if error.headers else ""
         if status in (401, 403):
-            told = error.headers.get(REFUSAL_HEADER, "") if error.headers else ""
             return AuthError(
                 f"the manager at {self._url} refuses this trainer (HTTP {status}): {told or 'it does not say why'}"
             )
@@ -241,7 +241,8 @@ class RolloutClient:
             )
         if status == 409:
             return RolloutError(f"the manager at {self._url} has a trainer already; it serves one at a time")
-        return RolloutError(f"the manager at {self._url} answers with HTTP status {status}")
+        said = f": {told}" if told else ""
+        return RolloutError(f"the manager at {self._url} answers with HTTP status {status}{said}")
 
     async def _send(self, frame: FrameToManager) -> None:
         data = encode(frame)

@@ -40,6 +40,7 @@ from penstock.rollout.worklog import WorkLog
 from penstock.wire import (
     MAX_FRAME_BYTES,
     AgentHello,
+    BatchFailed,
     CancelBatch,
     Drain,
     FleetStatus,
@@ -309,6 +310,12 @@ class Manager:
             self._provision()
         return self._decided()
 
+    def tick_machines(self, now: float) -> Decisions:
+        """The part of a tick that asks for machines and releases them."""
+        self._now = now
+        self._provision()
+        return self._decided()
+
     def warn(self, where: str, message: str, now: float) -> Decisions:
         self._now = now
         self._warn(message, where)
@@ -374,6 +381,32 @@ class Manager:
             self.fleet.drain(instance, cause, now)
             self._send(instance.peer, Drain(cause=cause))
         self.trainer.cancel_all(cause)
+        return self._decided()
+
+    def give_up(self, cause: str, now: float) -> Decisions:
+        """After an error in the midst of a decision: what it was about is half done, and no policy is asked any more.
+
+        The trainer hears that its batches have failed, and agents are asked to leave. What was decided before the error
+        goes out; nothing is journaled any more. Only machines are still looked after (`tick_machines`, `forget`).
+        """
+        self._now = now
+        for batch in self.tracker.batches():
+            self.counts.batches_failed += 1
+            self._send(TRAINER, BatchFailed(batch=batch.name, cause=cause, deadline=False))
+        for instance in list(self.fleet):
+            self.fleet.drain(instance, cause, now)
+            self._send(instance.peer, Drain(cause=cause))
+        self._warn(cause)
+        if self.trainer_connected:
+            self._out.close(TRAINER, cause)
+        return self._decided()
+
+    def forget(self, peer: str, cause: str, now: float) -> Decisions:
+        """After `give_up`: an agent's connection has ended, and its machine need not be waited for."""
+        self._now = now
+        instance = self.fleet.get(peer)
+        if instance is not None:
+            self.fleet.lose(instance, cause, now, orderly=True)
         return self._decided()
 
     def status(self, now: float) -> FleetStatus:

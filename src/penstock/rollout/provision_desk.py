@@ -75,7 +75,7 @@ class FleetDesk:
         self.release(cause)
         deadline = time.monotonic() + self._release_s
         while not self.provisioning.machines.done and time.monotonic() < deadline:
-            self._carry_out(self._manager.tick(time.monotonic()))
+            self._carry_out(self._manager.tick_machines(time.monotonic()))
             await asyncio.sleep(TICK_S)
         if not self.provisioning.machines.done:
             left = [machine.name for machine in self.provisioning.machines.machines]

@@ -2,7 +2,8 @@
 
 Agents and one trainer each hold a WebSocket; operators get JSON and Prometheus text over HTTP. Decides nothing about
 samples. It answers for the edge's own promises: a door for each role, frames of a bounded size and at a bounded rate,
-outgoing queues of a bounded length (a peer that does not read is dropped with that cause), and a clean end.
+outgoing queues of a bounded length (a peer that does not read is dropped with that cause), and a clean end. An error
+of the manager's decisions, as of a user's policy, ends the server and not whichever peer spoke just then.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 
-from penstock.errors import ConfigError, PenstockError, PortInUse, WireError
+from penstock.errors import ConfigError, PenstockError, PolicyError, PortInUse, WireError
 from penstock.rollout import operators
 from penstock.rollout.doors import Doors, Knocks, Refusal, Role, Tokens
 from penstock.rollout.journal_file import Journal, JournalConfig
@@ -41,6 +43,9 @@ DOORS = {"/agent": Role.AGENT, "/trainer": Role.TRAINER}
 
 CAUSE_CHARS = 200
 """Of an operator's own words for what is asked."""
+
+REFUSAL_CHARS = 1000
+"""Of a cause in a header."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -107,6 +112,9 @@ class ManagerServer:
         self._site: DoorSite | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._desk: FleetDesk | None = None
+        self._broken: asyncio.Future[None] | None = None
+        self._failure = ""
+        """What broke the server's own work, in words."""
 
     async def start(self) -> str:
         """Takes up what the journal has and listens; returns the URL.
@@ -160,7 +168,8 @@ class ManagerServer:
             # A certificate names no such address.
             name = "localhost"
         self.url = f"{'https' if tls else 'http'}://{name}:{bound[1]}"
-        self._ticker = asyncio.create_task(self._tick(), name="manager's tick")
+        self._broken = asyncio.get_running_loop().create_future()
+        self._ticker = asyncio.create_task(self._live(), name="manager's tick")
         return self.url
 
     def provide(
@@ -185,9 +194,9 @@ class ManagerServer:
 
     async def failed(self) -> None:
         """Returns never while all is well; raises what broke the server's own work."""
-        if self._ticker is None:
+        if self._broken is None:
             raise PenstockError("the manager's server was not started")
-        await asyncio.shield(self._ticker)
+        await asyncio.shield(self._broken)
 
     async def close(self, cause: str = "the manager is shutting down", *, comes_back: bool = False) -> None:
         """Ends all connections and stops listening.
@@ -196,6 +205,7 @@ class ManagerServer:
         and peers only see their connection end, with the cause. They dial again by themselves. Machines that were asked
         for are released first, unless it comes back and finds them again.
         """
+        cause = self._failure or cause
         if self._desk is not None and not comes_back:
             await self._desk.release_all(cause)
         if self._ticker is not None:
@@ -208,10 +218,12 @@ class ManagerServer:
         if self._journal is not None:
             self._journal.close()
             self._journal = None
+        if self._broken is not None:
+            self._broken.cancel()
         if comes_back:
-            self._carry_out(self.manager.on_journal(False, "", time.monotonic()))
+            self._decide(self.manager.on_journal, False, "")
         else:
-            self._carry_out(self.manager.shutdown(time.monotonic(), cause))
+            self._decide(lambda now: self.manager.shutdown(now, cause))
         peers = list(self._peers.values())
         for peer in peers:
             peer.close(cause)
@@ -234,6 +246,8 @@ class ManagerServer:
         token = given.strip() if scheme.lower() == "bearer" else ""
         certificate = request.transport.get_extra_info("peercert") if request.transport is not None else None
         refusal = self._doors.refusal(door, token, certificate)
+        if refusal is None and self._failure and request.path in DOORS:
+            refusal = Refusal(503, f"this manager has failed: {self._failure}")
         if refusal is not None:
             return self._refused(request, refusal)
         # An operator hears of all that has come in.
@@ -245,7 +259,10 @@ class ManagerServer:
         door = DOORS.get(request.path, Role.OPERATOR)
         self._knocked(request.remote or "?", door.value, event_cause or refusal.cause)
         return web.Response(
-            status=refusal.status, headers={REFUSAL_HEADER: refusal.cause}, text=f"Refused: {refusal.cause}.\n"
+            status=refusal.status,
+            # A header has no room for lines, nor for what is not ASCII.
+            headers={REFUSAL_HEADER: _ascii(" ".join(refusal.cause.split()), REFUSAL_CHARS)},
+            text=f"Refused: {refusal.cause}.\n",
         )
 
     def _handshake_failed(self, cause: str) -> None:
@@ -258,7 +275,7 @@ class ManagerServer:
     def _knocked(self, peer: str, door: str, cause: str) -> None:
         times = self._knocks.count(door, cause)
         if times:
-            self._carry_out(self.manager.on_connection_refused(peer, door, cause, times, time.monotonic()))
+            self._decide(self.manager.on_connection_refused, peer, door, cause, times)
 
     def _other_protocol(self, request: web.Request) -> web.Response | None:
         spoken = request.headers.get(PROTOCOL_HEADER, "")
@@ -281,17 +298,21 @@ class ManagerServer:
         peer = self._peers[name] = Peer(name, socket, request.transport, self._peer_config)
         cause = "the server's handler was ended"
         try:
-            self._carry_out(manager.on_agent_connected(name, time.monotonic()))
+            self._decide(manager.on_agent_connected, name)
             cause = await self._listen(
                 peer,
                 socket,
-                lambda frame: manager.on_agent_frame(name, frame, time.monotonic()),
-                lambda cause: manager.on_agent_refused(name, cause, time.monotonic()),
+                partial(manager.on_agent_frame, name),
+                partial(manager.on_agent_refused, name),
                 self._turns,
             )
         finally:
             del self._peers[name]
-            self._carry_out(manager.on_agent_lost(name, peer.closing_cause or cause, time.monotonic()))
+            cause = peer.closing_cause or cause
+            self._decide(manager.on_agent_lost, name, cause)
+            if self._failure:
+                # Its machine may be released.
+                self._carry_out(manager.forget(name, cause, time.monotonic()))
             await peer.finish()
         return socket
 
@@ -314,17 +335,12 @@ class ManagerServer:
         try:
             await socket.prepare(request)
             connected = True
-            self._carry_out(manager.on_trainer_connected(time.monotonic()))
-            cause = await self._listen(
-                peer,
-                socket,
-                lambda frame: manager.on_trainer_frame(frame, time.monotonic()),
-                lambda cause: manager.on_trainer_refused(cause, time.monotonic()),
-            )
+            self._decide(manager.on_trainer_connected)
+            cause = await self._listen(peer, socket, manager.on_trainer_frame, manager.on_trainer_refused)
         finally:
             del self._peers[TRAINER]
             if connected:
-                self._carry_out(manager.on_trainer_lost(peer.closing_cause or cause, time.monotonic()))
+                self._decide(manager.on_trainer_lost, peer.closing_cause or cause)
             await peer.finish()
         return socket
 
@@ -345,8 +361,8 @@ class ManagerServer:
         self,
         peer: Peer,
         socket: web.WebSocketResponse,
-        take: Callable[[FrameToManager], Decisions],
-        refuse: Callable[[str], Decisions],
+        take: Callable[[FrameToManager, float], Decisions],
+        refuse: Callable[[str, float], Decisions],
         turns: Turns | None = None,
     ) -> str:
         """Reads frames until the connection ends, in `turns` where others do as well; returns why it did."""
@@ -361,7 +377,7 @@ class ManagerServer:
                     frame = decode_to_manager(message.data, limit)
                 except WireError as error:
                     return self._hang_up(peer, refuse, str(error))
-                self._carry_out(take(frame))
+                self._decide(take, frame)
                 if peer.closing_cause:
                     break
                 now = time.monotonic()
@@ -383,8 +399,8 @@ class ManagerServer:
         code = socket.close_code
         return "the connection was cut" if code in (None, WSCloseCode.ABNORMAL_CLOSURE) else f"closed with code {code}"
 
-    def _hang_up(self, peer: Peer, refuse: Callable[[str], Decisions], cause: str) -> str:
-        self._carry_out(refuse(cause))
+    def _hang_up(self, peer: Peer, refuse: Callable[[str, float], Decisions], cause: str) -> str:
+        self._decide(refuse, cause)
         peer.close(cause)
         return cause
 
@@ -441,10 +457,37 @@ class ManagerServer:
 
     # ---- decisions become bytes
 
+    async def _live(self) -> None:
+        try:
+            await self._tick()
+        except Exception as error:  # noqa: BLE001 - a policy of the user's own may raise anything
+            self._fail(error)
+
+    def _decide(self, decide: Callable[..., Decisions], *told: object) -> None:
+        """Asks the manager, unless it has failed, and does what it says."""
+        if self._failure:
+            return
+        try:
+            self._carry_out(decide(*told, time.monotonic()))
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """The manager can't be asked any more: `failed` raises the error, and everybody hears it in words."""
+        if self._failure:
+            return
+        words = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+        self._failure = words if isinstance(error, PolicyError) else f"the manager's own work failed: {words}"
+        if self._broken is not None and not self._broken.done():
+            self._broken.set_exception(error)
+            # Whoever asks `failed` gets it; that nobody does is no fault of the future's.
+            self._broken.exception()
+        self._carry_out(self.manager.give_up(self._failure, time.monotonic()))
+
     async def _tick(self) -> None:
         heartbeat_s = self.config.manager.fleet.heartbeat_s
         due = time.monotonic()
-        while True:
+        while not self._failure:
             now = time.monotonic()
             if now - due > heartbeat_s:
                 self.manager.on_pause(now - due, now)
@@ -458,7 +501,7 @@ class ManagerServer:
 
     async def _think(self, until: float) -> None:
         """Sleeps till the next tick; what the manager has to think of is done meanwhile, bit by bit."""
-        while self.manager.thinking and (now := time.monotonic()) < until:
+        while not self._failure and self.manager.thinking and (now := time.monotonic()) < until:
             self._carry_out(self.manager.think(now))
             # Frames that came in the meantime go first, and as much time as a bit took is theirs.
             await asyncio.sleep(time.monotonic() - now)
@@ -507,9 +550,9 @@ class ManagerServer:
             self._journal.flush()
 
 
-def _ascii(text: str) -> str:
+def _ascii(text: str, most: int = 40) -> str:
     """What a peer said, fit for a header."""
-    return text[:40].encode("ascii", "replace").decode()
+    return text[:most].encode("ascii", "replace").decode()
 
 
 def _json(value: object) -> web.Response:
