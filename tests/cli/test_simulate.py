@@ -295,6 +295,37 @@ def test_a_trace_that_is_shorter_than_what_is_asked_is_told(
     assert "the trace ends after 0.017 hours" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("last", ["60000,add,b", "60000,remove,a"])
+def test_machines_stay_as_the_last_line_of_a_trace_leaves_them(
+    last: str, small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f"0,add,a\n{last}\n")
+    words = [small, "--trace", str(path), "--strategies", "rlboost", "--hours", "0.3", "--json"]
+    assert cli.main(["simulate", *words]) == 0
+    steps = json.loads(capsys.readouterr().out)["runs"][0]["steps"]
+    assert steps[0]["fleet"] == 1.0
+    assert steps[-1]["fleet"] == (2.0 if "add" in last else 0.0)
+
+
+def test_a_trace_of_one_moment_is_a_fleet_that_stays(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("0,add,a\n0,add,b\n")
+    (row,) = rows(capsys, small, "--trace", str(path), "--steps", "2", "--strategies", "rlboost")
+    assert row["mean_fleet"] == 2.0
+
+
+def test_a_start_behind_the_end_of_a_trace_is_refused(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("0,add,a\n3600000,add,b\n")
+    assert cli.main(["simulate", small, "--trace", str(path), "--start-h", "1.5"]) == 2
+    assert "--start-h 1.5: the trace ends after 1.0 hours" in capsys.readouterr().err
+
+
 def test_a_profile_with_a_wrong_key_is_refused_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "odd.toml"
     path.write_text('name = "odd"\nweight_gb = 3\n')

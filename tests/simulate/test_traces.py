@@ -50,6 +50,16 @@ def test_a_window_begins_with_what_is_there() -> None:
     assert window.mean_count() == pytest.approx(2.5)
 
 
+@pytest.mark.parametrize(("last", "count"), [("60000,add,b", 2), ("60000,remove,a", 0)])
+def test_the_last_line_of_a_trace_happens(tmp_path: Path, last: str, count: int) -> None:
+    path = tmp_path / "trace"
+    path.write_text(f"0,add,a\n30000,add,c\n40000,remove,c\n{last}\n")
+    trace = read_trace(path)
+    for window in (trace.window(0.0, 60.0), trace.window(20.0, 1e6)):
+        assert window.counts()[-1] == (window.duration_s, count)
+    assert trace.window(0.0, 40.0).counts()[-1] == (30.0, 2), "the end of a part is the next one's"
+
+
 def test_sampling_keeps_whole_machines_and_is_repeatable() -> None:
     trace = from_counts([(0.0, 400), (10.0, 0)], 20.0)
     half = trace.sampled(0.5, seed=3)

@@ -237,7 +237,7 @@ def _trace(args: argparse.Namespace, machines: int | None) -> Trace:
         return static_trace(_ceiling(args, machines), float("inf"))
     trace = read_trace(args.trace, args.seed).sampled(args.sample, args.seed)
     start_s = 3600 * args.start_h
-    if start_s >= trace.duration_s:
+    if start_s > trace.duration_s:
         raise ConfigError(f"--start-h {args.start_h:g}: the trace ends after {trace.duration_s / 3600:.1f} hours")
     if not args.steps and start_s + 3600 * args.hours > 1.01 * trace.duration_s:
         left_h = (trace.duration_s - start_s) / 3600

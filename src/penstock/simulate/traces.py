@@ -78,13 +78,16 @@ class Trace:
         return (total + count * (end_s - since)) / max(end_s - start_s, 1e-9)
 
     def window(self, start_s: float, duration_s: float) -> Trace:
-        """A part of it, beginning at 0 with whatever is there at `start_s`."""
+        """A part of it, beginning at 0 with whatever is there at `start_s`.
+
+        What happens at its very end is another part's, but for the trace's own end: nothing comes after that.
+        """
         changes = [Change(0.0, node, True) for node in sorted(self.available(start_s))]
         end_s = min(start_s + duration_s, self.duration_s)
         changes += [
             Change(change.at_s - start_s, change.node, change.there)
             for change in self.changes
-            if start_s < change.at_s < end_s
+            if start_s < change.at_s < end_s or start_s < change.at_s == end_s == self.duration_s
         ]
         return Trace(tuple(changes), max(0.0, end_s - start_s))
 
