@@ -14,7 +14,7 @@ from test_transfer import assert_whole, codecs, fetch, store_of, tensors_of
 from test_weight_store import CONFIG, TOKEN
 
 from penstock.errors import WeightError
-from penstock.weights import WeightStore, pull, store
+from penstock.weights import WeightStore, holdings, pull
 from penstock.weights.encoder import Encoder
 from penstock.weights.plan import MAX_CHUNK_BYTES
 from penstock.weights.protocol import NoSuchCodec
@@ -84,7 +84,7 @@ def test_what_waits_for_a_closed_encoder_is_cancelled() -> None:
 async def test_versions_beyond_those_promised_are_not_held_for_encodings_that_wait() -> None:
     async with store_of(0, 1) as (held, address):
         await fetch(address, 1, codec="delta", base=await fetch(address, 0, codec="raw"))
-        with held_up(held._encoder):
+        with held_up(held._held._encoder):
             for version in range(2, 9):
                 await asyncio.to_thread(held.publish, version, tensors_of(version), CONFIG)
                 assert len(held.versions()) == 2
@@ -104,10 +104,10 @@ async def test_the_next_difference_is_made_ahead_again_once_the_encoder_is_free(
 
 async def test_what_nobody_waits_for_any_more_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     async with store_of(0, 1, 2, keep_versions=3) as (held, address):
-        with held_up(held._encoder):
+        with held_up(held._held._encoder):
             cut = [asyncio.create_task(fetch(address, version, codec="lossless")) for version in (0, 1)]
             async with asyncio.timeout(60):
-                while len(held._awaited) < 2:
+                while len(held._held._awaited) < 2:
                     await asyncio.sleep(0.01)
             for task in cut:
                 task.cancel()
@@ -115,7 +115,7 @@ async def test_what_nobody_waits_for_any_more_is_not_encoded(monkeypatch: pytest
             waits = asyncio.create_task(fetch(address, 2, codec="lossless"))
             async with asyncio.timeout(60):
                 # The store learns of a puller that is gone when it has something to say to it, or from the socket.
-                while len(held._awaited) != 1:
+                while len(held._held._awaited) != 1:
                     await asyncio.sleep(0.01)
         assert_whole(await waits, 2)
         assert held.counters()["encoded_lossless"] == 1
@@ -128,7 +128,7 @@ async def test_a_base_that_goes_while_the_plan_is_made_costs_the_difference_alon
 ) -> None:
     async with store_of(0, 1) as (held, address):
         base = await fetch(address, 0, codec="raw")
-        estimate = store.estimate
+        estimate = holdings.estimate
         published = []
 
         def slow(*arguments: Any) -> Any:
@@ -136,7 +136,7 @@ async def test_a_base_that_goes_while_the_plan_is_made_costs_the_difference_alon
                 published.append(held.publish(2, tensors_of(2), CONFIG))
             return estimate(*arguments)
 
-        monkeypatch.setattr(store, "estimate", slow)
+        monkeypatch.setattr(holdings, "estimate", slow)
         weights = await fetch(address, 1, codec="delta", base=base)
         assert_whole(weights, 1)
         assert codecs(weights) == ["lossless:1"]

@@ -211,7 +211,7 @@ async def test_chunks_come_while_others_are_still_to_be_encoded(
         encoder = halting(monkeypatch, after=9)
         if codec == "int8":
             # Encoded anew: the version is quantized already, as it is once its quantized base was asked for.
-            store._coded.clear()
+            store._held._coded.clear()
         pulling = asyncio.create_task(fetch(address, 1, codec=codec, base=base, connections=connections))
         await counted_at_least(store, "chunks", before + 8)
         assert not pulling.done()

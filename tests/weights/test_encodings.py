@@ -319,5 +319,5 @@ def test_rates_are_learned_and_small_transfers_say_nothing() -> None:
 
 
 def test_a_store_encodes_on_as_many_threads_as_it_is_given() -> None:
-    assert WeightStore("run", "127.0.0.1", 0, "t", threads=3)._cores == 3
-    assert WeightStore("run", "127.0.0.1", 0, "t")._cores >= 1
+    assert WeightStore("run", "127.0.0.1", 0, "t", threads=3)._held._cores == 3
+    assert WeightStore("run", "127.0.0.1", 0, "t")._held._cores >= 1

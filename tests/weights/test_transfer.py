@@ -169,8 +169,8 @@ async def test_a_base_that_has_rotted_in_memory_is_found_out_and_the_version_com
 
 async def test_a_manifest_that_the_trainer_did_not_sign_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with store_of(0) as (store, address):
-        forged = msgspec.structs.replace(decode_manifest(store._versions[0].signed), config_json="{}")
-        store._versions[0].signed = encode_manifest(forged)
+        forged = msgspec.structs.replace(decode_manifest(store._held._versions[0].signed), config_json="{}")
+        store._held._versions[0].signed = encode_manifest(forged)
         with pytest.raises(WeightError, match="not signed with this run's token"):
             await fetch(address, 0)
 
@@ -260,7 +260,7 @@ async def test_a_relay_that_never_gets_the_version_itself_is_left_for_the_traine
         assert relay.counters()["refused_version"] >= 1
         half = relay_of(wait_s=0.05)
         async with half as stuck:
-            manifest = store._versions[0]
+            manifest = store._held._versions[0]
             stuck.expect(Encoding(0), manifest.signed, len(manifest.manifest.chunks))
             store.relay(Encoding(0), f"127.0.0.1:{stuck.port}")
             assert_whole(await fetch(address, 0, codec="raw"), 0)
@@ -269,7 +269,7 @@ async def test_a_relay_that_never_gets_the_version_itself_is_left_for_the_traine
 
 async def test_a_relay_that_lies_is_found_out_and_left() -> None:
     async with store_of(0) as (store, address), relay_of() as liar:
-        signed = store._versions[0].signed
+        signed = store._held._versions[0].signed
         chunks = decode_manifest(signed).chunks
         liar.expect(Encoding(0), signed, len(chunks))
         for index, chunk in enumerate(chunks):
@@ -559,7 +559,7 @@ async def test_where_memory_is_short_the_base_is_given_up_first(monkeypatch: pyt
 
 async def test_a_pull_that_was_cut_and_begun_again_goes_on_for_those_who_wait_at_the_relay() -> None:
     async with store_of(0) as (store, _), relay_of() as relay:
-        signed = store._versions[0].signed
+        signed = store._held._versions[0].signed
         chunks = decode_manifest(signed).chunks
         relay.expect(Encoding(0), signed, len(chunks))
         lease = await relay.open(Encoding(0), 0.0)

@@ -144,10 +144,10 @@ async def test_on_one_machine_a_version_is_seen_where_the_store_has_it(tmp_path:
         assert store.counters().get("bytes", 0) == 0
         assert store.counters()["lent_by_shm"] == 1
         assert base.stream.readonly
-        store._versions[0].stream[100] ^= 1  # The same pages: what is written there is seen here.
+        store._held._versions[0].stream[100] ^= 1  # The same pages: what is written there is seen here.
         with pytest.raises(WeightError, match="does not verify"):
             check_tensors(base.manifest, dict(base.tensors))
-        store._versions[0].stream[100] ^= 1
+        store._held._versions[0].stream[100] ^= 1
         # What is encoded is in no shared memory, and comes by the connection.
         weights = await fetch(address, 1, codec="delta", base=base, transport=transport)
         assert_whole(weights, 1)
@@ -188,10 +188,10 @@ async def test_memory_that_a_reader_looks_at_is_not_used_again_before_it_lets_go
         transport = TcpTransport(TOKEN, fetchers=[SharedFetcher()])
         held = await fetch(address, 1, codec="raw", transport=transport)
         transport.close()
-        places = [lender.place(store._versions[1].stream)]
+        places = [lender.place(store._held._versions[1].stream)]
         for version in range(2, 7):
             await asyncio.to_thread(store.publish, version, tensors_of(version), CONFIG)
-            places.append(lender.place(store._versions[version].stream))
+            places.append(lender.place(store._held._versions[version].stream))
         # Four versions went by, and the one that is looked at is what it was.
         assert places[0] not in places[1:]
         assert len(set(places)) < len(places)
@@ -273,7 +273,7 @@ async def test_memory_that_vanishes_in_mid_pull_is_left_for_tcp(tmp_path: Path) 
 
 async def test_shared_memory_that_was_written_over_is_found_out(tmp_path: Path) -> None:
     async with store_of(0, lenders=[SharedLender(tmp_path)]) as (store, address):
-        stream = store._versions[0].stream
+        stream = store._held._versions[0].stream
         stream[5000] ^= 1
         with pytest.raises(WeightError, match="tensor w of weight version 0 does not verify"):
             await fetch(address, 0, codec="raw", transport=TcpTransport(TOKEN, fetchers=[SharedFetcher()]))
