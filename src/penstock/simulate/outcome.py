@@ -8,7 +8,7 @@ from functools import cached_property
 
 from penstock.rollout.offload import StepTimes
 
-__all__ = ["Asked", "Outcome", "StepOutcome"]
+__all__ = ["Asked", "Outcome", "Stay", "StepOutcome"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,19 @@ class Asked:
 
     wanted: int
     cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A remote instance within one step, in seconds of the run; None: not within it."""
+
+    node: str
+    taken_at: float
+    connected_at: float | None
+    ready_at: float | None
+    """It had the step's weights."""
+    left_at: float | None
+    preempted: bool
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,8 @@ class Outcome:
     steps: list[StepOutcome] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
     """What stood in each step, and last what the step after them would have."""
+    stays: list[tuple[Stay, ...]] = field(default_factory=list)
+    """Remote instances of each step."""
     end_s: float = 0.0
     events: int = 0
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, MissingExtra, StorageError
+from penstock.simulate.baselines import STRATEGIES
 from penstock.simulate.outcome import Outcome, StepOutcome
 from penstock.simulate.profiles import Profile
 from penstock.simulate.traces import Trace
@@ -18,8 +20,79 @@ from penstock.simulate.traces import Trace
 __all__ = ["check_picture", "draw_run"]
 
 BLUE, GREEN, ORANGE, GREY, INK = "#2a6f97", "#2d936c", "#e09f3e", "#8d99ae", "#333333"
-COLOURS = (GREY, ORANGE, "#c1292e", BLUE, GREEN)
+PALE = "#a9d0e6"
+"""Pulls weights: on its way to work."""
+FAMILIES = {"colocated": "#5c677d", "disaggregated": "#8e44ad", "rlboost": "#c1292e", "penstock": "#161616"}
+"""A colour for each strategy and those made of it; none is a machine's."""
+OWN = "#7f5539"
+"""Of a user's own policies."""
+DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (5, 2, 1, 2)), (0, (9, 2)), (0, (5, 2, 1, 2, 1, 2)), (0, (3, 4)))
+"""Of a family's members; dots are for what was asked for."""
 MOST_LANES = 24
+
+
+@dataclass
+class Lane:
+    """A machine within the step, in seconds of it."""
+
+    name: str
+    remote: bool
+    works: list[tuple[float, float]] = field(default_factory=list)
+    boots: list[tuple[float, float]] = field(default_factory=list)
+    pulls: list[tuple[float, float]] = field(default_factory=list)
+    preempted: list[float] = field(default_factory=list)
+
+    @property
+    def idleness(self) -> int:
+        """0: it generated; 1: it was there and did something else; 2: nothing."""
+        return 0 if self.works else 1 if self.boots or self.pulls or self.preempted else 2
+
+
+def lanes_of(outcome: Outcome, step: StepOutcome) -> list[Lane]:
+    """One for each machine of a step: reserved engines first, by number."""
+    began, end = step.began_s, step.began_s + step.times.step_s
+    lanes: dict[str, Lane] = {}
+
+    def parts(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        inside = ((max(a, began), min(b, end)) for a, b in spans)
+        return [(a - began, b - began) for a, b in inside if b > a]
+
+    for name, spans in step.machine_spans.items():
+        lanes[name] = Lane(name, not name.startswith("reserved"), parts(spans))
+    for stay in outcome.stays[step.number]:
+        lane = lanes.setdefault(stay.node, Lane(stay.node, True))
+        until = end if stay.left_at is None else stay.left_at
+        up = until if stay.connected_at is None else stay.connected_at
+        lane.boots += parts([(stay.taken_at, up)])
+        lane.pulls += parts([(up, until if stay.ready_at is None else stay.ready_at)])
+        if stay.preempted:
+            lane.preempted.append(until - began)
+    return sorted(lanes.values(), key=lambda lane: (lane.remote, _natural(lane.name)))
+
+
+def shown_lanes(lanes: Sequence[Lane], most: int = MOST_LANES) -> tuple[list[Lane], list[Lane]]:
+    """Those that are drawn, in order, and those left out: idle ones first, then the last ones of either side."""
+    if len(lanes) <= most:
+        return list(lanes), []
+    ranks: dict[str, tuple[int, int]] = {}
+    met: dict[tuple[bool, int], int] = {}
+    for lane in lanes:
+        kind = (lane.remote, lane.idleness)
+        met[kind] = met.get(kind, 0) + 1
+        ranks[lane.name] = (lane.idleness, met[kind])
+    # One lane says how many more there are.
+    kept = {lane.name for lane in sorted(lanes, key=lambda lane: ranks[lane.name])[: most - 1]}
+    return [lane for lane in lanes if lane.name in kept], [lane for lane in lanes if lane.name not in kept]
+
+
+def style_of(name: str, names: Sequence[str]) -> tuple[str, Any]:
+    """Colour and dashes of a strategy: the same whatever it is compared with. `names`: all, for policies of a user."""
+    if ":" in name:
+        own = [other for other in dict.fromkeys(names) if ":" in other]
+        return OWN, DASHES[own.index(name) % len(DASHES)]
+    family = name.partition("-")[0]
+    kin = [other for other in STRATEGIES if other.partition("-")[0] == family]
+    return FAMILIES.get(family, INK), DASHES[kin.index(name) % len(DASHES) if name in kin else 0]
 
 
 def check_picture(path: Path) -> None:
@@ -67,20 +140,43 @@ def draw_run(path: Path, outcomes: Sequence[Outcome], profile: Profile, trace: T
 
 
 def _draw_step(axes: Any, outcome: Outcome, step: StepOutcome) -> None:
-    end = step.began_s + step.times.step_s
-    rows: list[tuple[str, str, list[tuple[float, float]]]] = []
-    for name, spans in step.machine_spans.items():
-        inside = [(max(a, step.began_s), min(b, end)) for a, b in spans if b > step.began_s and a < end]
-        remote = not name.startswith("reserved")
-        rows.append((name, BLUE if remote else GREEN, inside))
-    rows.sort(key=lambda row: (row[0].startswith("reserved"), _natural(row[0])), reverse=True)
-    rows = [("trainer", ORANGE, list(step.trainer_spans)), *rows][: MOST_LANES + 1]
-    for lane, (_, colour, parts) in enumerate(rows):
-        bars = [(a - step.began_s, b - a) for a, b in parts]
-        axes.broken_barh(bars, (lane - 0.36, 0.72), color=colour, linewidth=0)
-    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    shown, left_out = shown_lanes(lanes_of(outcome, step))
+    bar = {"linewidth": 0}
+    hatched = {"facecolor": "white", "edgecolor": GREY, "hatch": "/////", "linewidth": 0.5}
+
+    def draw(lane: int, parts: Sequence[tuple[float, float]], label: str, height: float = 0.72, **look: Any) -> None:
+        bars = [(a, b - a) for a, b in parts]
+        if bars:
+            axes.broken_barh(bars, (lane - height / 2, height), label=label, **look)
+
+    training = [(a - step.began_s, b - step.began_s) for a, b in step.trainer_spans]
+    draw(0, training, "trains", color=ORANGE, **bar)
+    for at, lane in enumerate(shown, 1):
+        draw(at, lane.boots, "boots", 0.5, **hatched)
+        draw(at, lane.pulls, "pulls weights", 0.5, color=PALE, **bar)
+        if lane.remote:
+            draw(at, lane.works, "remote instance generates", color=BLUE, **bar)
+        else:
+            draw(at, lane.works, "reserved engine generates", color=GREEN, **bar)
+        if lane.preempted:
+            places = [at] * len(lane.preempted)
+            axes.plot(lane.preempted, places, "x", color=INK, markersize=7, markeredgewidth=1.8, label="preempted")
+    names = ["trainer", *(lane.name for lane in shown)]
+    if left_out:
+        worked = sum(bool(lane.works) for lane in left_out)
+        names.append(f"+{len(left_out)} more")
+        axes.annotate(
+            f"not drawn; {worked or 'none'} of them generated in this step",
+            (0.005, len(names) - 1),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontsize=8,
+            color=INK,
+        )
+    axes.set_yticks(range(len(names)), names)
     # Room for a line of text below the last lane.
-    axes.set_ylim(len(rows) + 0.1, -0.6)
+    axes.set_ylim(len(names) + 0.1, -0.6)
+    _legend_above(axes)
     axes.set_xlim(0, step.times.step_s)
     axes.axvline(step.bound_s, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     axes.annotate(
@@ -102,54 +198,87 @@ def _draw_step(axes: Any, outcome: Outcome, step: StepOutcome) -> None:
         f"{times.window_s:.0f} s, the trainer waits {times.trainer_wait_s:.0f} s",
         loc="left",
         fontsize=11,
+        pad=24,
     )
 
 
 def _draw_fleet(axes: Any, outcomes: Sequence[Outcome], trace: Trace) -> None:
     until = max(outcome.end_s for outcome in outcomes)
     points = [(at, count) for at, count in trace.counts() if at <= until]
+    most: float = max((count for _, count in points), default=0)
     if points:
         times = [at / 60 for at, _ in points] + [until / 60]
         counts = [count for _, count in points] + [points[-1][1]]
         axes.fill_between(times, counts, step="post", color=GREY, alpha=0.25, linewidth=0, label="available")
-    for outcome, colour in zip(outcomes, _colours(len(outcomes))):
-        _steps(axes, outcome, [step.times.fleet for step in outcome.steps], colour, "")
+    names = [outcome.strategy for outcome in outcomes]
+    for outcome in outcomes:
+        held = [step.times.fleet for step in outcome.steps]
+        _steps(axes, outcome, held, style_of(outcome.strategy, names), f"held by {outcome.strategy}")
+        most = max(most, *held) if held else most
+    last = outcomes[-1]
+    asked = [float(asked.wanted) for asked, _ in zip(last.asked, last.steps)]
+    if asked:
+        look = (style_of(last.strategy, names)[0], (0, (1, 1.5)))
+        _steps(axes, last, asked, look, f"asked for by {last.strategy}", linewidth=1.1)
+        most = max(most, *asked)
     axes.set_ylabel("instances")
-    axes.set_ylim(0, None)
-    axes.legend(loc="upper right", frameon=False, fontsize=8)
+    axes.set_ylim(0, 1.15 * most + 0.3)
+    _legend_above(axes)
 
 
 def _draw_over_time(speed: Any, money: Any, outcomes: Sequence[Outcome], profile: Profile) -> None:
-    for outcome, colour in zip(outcomes, _colours(len(outcomes))):
+    names = [outcome.strategy for outcome in outcomes]
+    for outcome in outcomes:
+        look = style_of(outcome.strategy, names)
         rates = [step.tokens / step.times.step_s / 1000 for step in outcome.steps]
-        _steps(speed, outcome, rates, colour, outcome.strategy)
+        _steps(speed, outcome, rates, look, outcome.strategy)
         instance = profile.prices.on_demand if outcome.strategy == "disaggregated" else profile.prices.spot
         costs = [
             (profile.prices.reserved * step.times.step_s / 3600 + instance * step.paid_h) / (step.tokens / 1e6)
             for step in outcome.steps
         ]
-        _steps(money, outcome, costs, colour, outcome.strategy)
+        _steps(money, outcome, costs, look, outcome.strategy)
     speed.set_ylabel("thousand tokens/s")
     money.set_ylabel("$ per million tokens")
     money.set_xlabel("minutes")
-    speed.set_ylim(0, None)
-    money.set_ylim(0, None)
+    for axes in (speed, money):
+        # Room above the highest line.
+        axes.set_ylim(0, 1.1 * max(axes.dataLim.y1, 1e-9))
     money.set_xlim(0, None)
-    speed.legend(loc="lower right", frameon=False, fontsize=8, ncols=len(outcomes))
+    _legend_above(speed)
 
 
-def _steps(axes: Any, outcome: Outcome, values: Sequence[float], colour: str, label: str) -> None:
+def _steps(
+    axes: Any,
+    outcome: Outcome,
+    values: Sequence[float],
+    look: tuple[str, Any],
+    label: str,
+    linewidth: float = 1.6,
+) -> None:
     times = [step.began_s / 60 for step in outcome.steps]
     if outcome.steps:
         last = outcome.steps[-1]
         times.append((last.began_s + last.times.step_s) / 60)
         values = [*values, values[-1]]
-    axes.plot(times, values, drawstyle="steps-post", color=colour, linewidth=1.6, label=label or None)
+    colour, dashes = look
+    axes.plot(times, values, drawstyle="steps-post", color=colour, linestyle=dashes, linewidth=linewidth, label=label)
 
 
-def _colours(count: int) -> Sequence[str]:
-    return (
-        COLOURS[len(COLOURS) - count :] if count <= len(COLOURS) else [COLOURS[k % len(COLOURS)] for k in range(count)]
+def _legend_above(axes: Any) -> None:
+    """Each label once, over the panel, where it covers nothing."""
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
+    axes.legend(
+        handles.values(),
+        handles.keys(),
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        borderaxespad=0.2,
+        frameon=False,
+        fontsize=8,
+        ncols=min(6, max(1, len(handles))),
+        columnspacing=1.4,
+        handlelength=2.6,
     )
 
 
@@ -159,6 +288,7 @@ def _natural(name: str) -> tuple[str, int]:
 
 
 def _calm(axes: Any) -> None:
+    axes.set_axisbelow(True)
     axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.6)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

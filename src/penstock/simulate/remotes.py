@@ -8,11 +8,11 @@ was published, pulls the whole.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.simulate.machine import Machine
-from penstock.simulate.outcome import Asked
+from penstock.simulate.outcome import Asked, Stay
 from penstock.simulate.traces import Change, Trace
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class RemoteTimes:
 class _Held:
     machine: Machine
     taken_at: float
-    connected: bool = False
+    connected_at: float | None = None
     ready_at: float | None = None
     """Of the step's weights."""
     holds: int | None = None
@@ -47,14 +47,21 @@ class _Held:
     pull_s: float = 0.0
     """That it takes, or took, for the version that it pulled last."""
     busy_before: float = 0.0
-    given_back: bool = False
+
+    @property
+    def connected(self) -> bool:
+        return self.connected_at is not None
 
 
 @dataclass(eq=False)
 class _Past:
     held: _Held
     left_at: float
-    connected_at: float = field(default=0.0)
+    preempted: bool
+
+    def stay(self) -> Stay:
+        held = self.held
+        return Stay(held.machine.name, held.taken_at, held.connected_at, held.ready_at, self.left_at, self.preempted)
 
 
 class Remotes:
@@ -65,6 +72,8 @@ class Remotes:
         self._available: dict[str, None] = {}
         self._held: dict[str, _Held] = {}
         self._past: list[_Past] = []
+        self._gone: list[_Past] = []
+        """They left within the step that was added up last."""
         self._born = 0
 
     def start(self) -> None:
@@ -76,7 +85,7 @@ class Remotes:
                 self.world.clock.at(change.at_s, lambda change=change: self.change(change))  # type: ignore[misc]
         # A run begins with its machines up: the paper's measurements do.
         for held in self._take():
-            held.connected = True
+            held.connected_at = self.world.clock.now
 
     # ---- who there is
 
@@ -95,8 +104,8 @@ class Remotes:
         return self._held[name].machine
 
     def all_since(self, _at_s: float) -> list[Machine]:
-        """Held ones and those that left within the step."""
-        return [*(held.machine for held in self._held.values()), *(past.held.machine for past in self._past)]
+        """Held ones and those that left within the step that was added up last."""
+        return [*(past.held.machine for past in self._gone), *(held.machine for held in self._held.values())]
 
     # ---- what happens
 
@@ -138,7 +147,14 @@ class Remotes:
             if held.ready_at is not None and until > began_s:
                 ready.append((held.ready_at, until))
                 wait_s += max(0.0, until - held.ready_at - busy)
-        self._past.clear()
+        stays = [Stay(h.machine.name, h.taken_at, h.connected_at, h.ready_at, None, False) for h in self._held.values()]
+        self.world.outcome.stays.append((*(past.stay() for past in self._past), *stays))
+        self._gone, self._past = self._past, []
+        for past in self._gone:
+            back = self._held.get(past.held.machine.name)
+            if back is not None:
+                # It was taken away and came again: one machine to look at.
+                back.machine.spans[:0] = past.held.machine.spans
         span_s = max(now - began_s, 1e-9)
         return RemoteTimes(connected_s / span_s, paid_s, busy_s, wait_s / max(1, len(ready)), ready)
 
@@ -176,7 +192,7 @@ class Remotes:
     def _boot(self, held: _Held) -> None:
         def up() -> None:
             if self._held.get(held.machine.name) is held:
-                held.connected = True
+                held.connected_at = self.world.clock.now
                 self._pull(held, self.coming())
 
         self.world.clock.after(held.machine.profile.boot_s, up)
@@ -208,6 +224,6 @@ class Remotes:
         if machine.ready:
             self.world.advance(machine)
         machine.ready = False
-        self._past.append(_Past(held, self.world.clock.now))
+        self._past.append(_Past(held, self.world.clock.now, preempted))
         if self.world.step is not None and preempted:
             self.world.lose(machine)
