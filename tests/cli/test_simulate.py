@@ -14,6 +14,7 @@ import pytest
 from penstock import cli
 from penstock.config.toml import write_toml
 from penstock.rollout import plan
+from penstock.simulate.picture import check_picture
 from penstock.simulate.profiles import shipped, shipped_names
 from penstock.simulate.world import simulate
 
@@ -59,6 +60,21 @@ def test_a_sweep_makes_every_combination_and_each_changes_the_figures(
     found = rows(capsys, small, "--steps", "2", "--strategies", "penstock", *grid)
     assert len({row["setting"] for row in found}) == 4
     assert len({row["dollars"] for row in found}) == 4
+
+
+def test_each_run_of_a_sweep_names_its_setting_and_seed(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--steps", "1", "--strategies", "colocated,rlboost", "--grid", "machines=1,3", "--seed", "7"]
+    assert cli.main(["simulate", small, *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(run["setting"], run["strategy"], run["seed"]) for run in found["runs"]] == [
+        ("machines=1", "colocated", 7),
+        ("machines=1", "rlboost", 7),
+        ("machines=3", "colocated", 7),
+        ("machines=3", "rlboost", 7),
+    ]
+    for row, run in zip(found["rows"], found["runs"], strict=True):
+        assert row["steps"] == len(run["steps"])
+        assert row["step_s"] == pytest.approx(run["steps"][0]["step_s"])
 
 
 @pytest.fixture
@@ -199,6 +215,26 @@ def test_the_picture_is_drawn(small: str, tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_that_can_t_be_written_is_refused_before_anything_is_simulated(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("penstock.simulate.world.simulate", lambda *_, **__: pytest.fail("simulated"))
+    (tmp_path / "run.png").mkdir()
+    assert cli.main(["simulate", small, "--machines", "1", "--picture", str(tmp_path / "run.png")]) == 2
+    assert "run.png: can't be written: Is a directory" in capsys.readouterr().err
+
+
+def test_trying_the_picture_s_path_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    there, fresh = tmp_path / "there.png", tmp_path / "fresh.png"
+    there.write_bytes(b"an older picture")
+    check_picture(there)
+    check_picture(fresh)
+    assert there.read_bytes() == b"an older picture"
+    assert not fresh.exists()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -221,6 +257,7 @@ def test_the_picture_is_drawn(small: str, tmp_path: Path) -> None:
         (["--machines", "1", "--strategies", "best"], "no strategy 'best'"),
         (["--machines", "1", "--strategies", "no.such:Policy"], "no balance policy at 'no.such:Policy'"),
         (["--machines", "1", "--grid", "prices.spot"], "write key=number"),
+        (["--machines", "1", "--grid", "prices.spot=1,2", "--grid", "prices.spot=3"], "prices.spot is swept already"),
         (["--machines", "1", "--grid", "prices.gold=1"], "no such number"),
         (["--machines", "1", "--grid", "prices.spot=-1"], "prices.spot"),
         (["--machines", "1", "--hours", "0.01", "--strategies", "colocated"], "no step ended within --hours 0.01; its"),
@@ -276,6 +313,29 @@ def test_a_stop_shows_what_was_simulated(
         ["machines=2", "colocated"],
     ]
     assert "stopped" in said.err
+
+
+@pytest.mark.parametrize(("runs", "drawn"), [(1, "1 colocated"), (2, "2 colocated penstock"), (3, "1 colocated")])
+def test_a_stop_draws_the_last_setting_of_which_anything_is_done(
+    runs: int, drawn: str, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    left = [simulate] * runs
+
+    def until_stopped(*args: Any, **kwargs: Any) -> Any:
+        if not left:
+            raise KeyboardInterrupt
+        return left.pop()(*args, **kwargs)
+
+    found: list[str] = []
+    monkeypatch.setattr("penstock.simulate.world.simulate", until_stopped)
+    monkeypatch.setattr(
+        "penstock.simulate.picture.draw_run",
+        lambda path, outcomes, *_: found.append(" ".join([f"{len(outcomes)}", *(one.strategy for one in outcomes)])),
+    )
+    words = ["--steps", "1", "--grid", "machines=1,2", "--strategies", "colocated,penstock"]
+    assert cli.main(["simulate", small, *words, "--picture", str(tmp_path / "run.png")]) == 130
+    assert found == [drawn]
 
 
 def test_without_prices_there_is_no_cost(small: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grid", action="append", default=[], metavar="KEY=A,B", help="sweep a number of the profile")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and of the machines kept (default 0)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument("--picture", type=Path, help="draw the last strategy's middle step and all over the trace")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        help="draw the last strategy's middle step and all strategies over the trace; with --grid those of the last "
+        "setting (.png, .svg or .pdf)",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -96,14 +101,10 @@ def main(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         # What is done took minutes, and nothing of it is wrong.
         if any(compared.rows for compared in found):
-            _print(args, found)
+            _show(args, found)
         print("stopped; what was not simulated to its end is left out", file=sys.stderr)
         raise
-    _print(args, found)
-    if args.picture:
-        from penstock.simulate.picture import draw_run
-
-        draw_run(args.picture, found[-1].outcomes, found[-1].profile, found[-1].trace)
+    _show(args, found)
     return 0
 
 
@@ -135,12 +136,18 @@ def _compare_all(args: argparse.Namespace, found: list[_Compared]) -> None:
         _compare(args, found[-1], machines, words, f"{number} of {len(settings)}")
 
 
-def _print(args: argparse.Namespace, found: list[_Compared]) -> None:
+def _show(args: argparse.Namespace, found: list[_Compared]) -> None:
+    """Prints all settings, and draws the last one of which anything is there."""
     from penstock.simulate.report import as_json, table
 
     rows = [row for compared in found for row in compared.rows]
     outcomes = [outcome for compared in found for outcome in compared.outcomes]
-    print(json.dumps(as_json(rows, outcomes), allow_nan=False) if args.json else table(rows))
+    print(json.dumps(as_json(rows, outcomes, args.seed), allow_nan=False) if args.json else table(rows))
+    if args.picture:
+        from penstock.simulate.picture import draw_run
+
+        last = next(compared for compared in reversed(found) if compared.outcomes)
+        draw_run(args.picture, last.outcomes, last.profile, last.trace)
 
 
 def _fit(args: argparse.Namespace) -> int:

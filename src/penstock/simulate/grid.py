@@ -26,6 +26,8 @@ def combinations(words: Sequence[str]) -> list[dict[str, float]]:
     axes: list[list[tuple[str, float]]] = []
     for word in words:
         key, equals, values = word.partition("=")
+        if any(key == other for axis in axes for other, _ in axis):
+            raise ConfigError(f"--grid {word!r}: {key} is swept already; give all of its numbers at once, {key}=a,b,c")
         try:
             axes.append([(key, float(value)) for value in values.split(",")])
         except ValueError:

@@ -106,6 +106,13 @@ def check_picture(path: Path) -> None:
         raise ConfigError(f"--picture {path}: a picture's name ends in .png, .svg or .pdf")
     if not path.parent.is_dir():
         raise ConfigError(f"--picture {path}: there is no folder {path.parent}")
+    was_there = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"--picture {path}: can't be written: {error.strerror}") from None
+    if not was_there:
+        path.unlink()
 
 
 def draw_run(path: Path, outcomes: Sequence[Outcome], profile: Profile, trace: Trace, step: int | None = None) -> None:

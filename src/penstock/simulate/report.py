@@ -123,14 +123,16 @@ def _asked(row: Row) -> str:
     return f"{row.mean_asked:.1f}, last {row.last_asked}"
 
 
-def as_json(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Rows, and every step of every run with the causes of its window and of the number of machines asked for."""
+def as_json(rows: Sequence[Row], outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
+    """Rows, and the run behind each: every step with the causes of its window and of the number asked for."""
     return {
         "rows": [{name: getattr(row, name) for name in Row.__slots__} for row in rows],
         "runs": [
             {
+                "setting": row.setting,
                 "strategy": outcome.strategy,
                 "profile": outcome.profile,
+                "seed": seed,
                 "steps": [
                     {
                         "step": step.number,
@@ -152,6 +154,6 @@ def as_json(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, Any]:
                     for step, asked in zip(outcome.steps, outcome.asked)
                 ],
             }
-            for outcome in outcomes
+            for row, outcome in zip(rows, outcomes, strict=True)
         ],
     }
