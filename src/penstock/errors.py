@@ -16,7 +16,7 @@ class ConfigError(PenstockError):
 
 
 class PolicyError(PenstockError):
-    """A policy of the user's own gave an answer that can't be followed."""
+    """A policy of the user's own raised, or gave an answer that can't be followed."""
 
 
 class DataError(PenstockError):

@@ -338,6 +338,49 @@ def test_a_stop_draws_the_last_setting_of_which_anything_is_done(
     assert found == [drawn]
 
 
+@pytest.mark.parametrize(
+    ("method", "answer", "says"),
+    [
+        ("assign", "[999]", "odd_policies:Odd makes no sense: assign picked instance 999"),
+        ("assign", "None", "odd_policies:Odd makes no sense: assign gave None"),
+        ("moves", "placed('nobody')", "odd_policies:Odd makes no sense: moves asked for the samples of 'nobody'"),
+        (
+            "moves",
+            "1 / 0",
+            "odd_policies:Odd failed in moves: ZeroDivisionError: division by zero (odd_policies.py, line",
+        ),
+        ("weight", "'x'", "odd_policies:Odd makes no sense: Odd.weight gave ['x'"),
+        ("report", "1 / 0", "odd_policies:Odd failed in report"),
+        ("finished", "1 / 0", "odd_policies:Odd failed in finished"),
+        ("batch_ended", "1 / 0", "odd_policies:Odd failed in batch_ended"),
+    ],
+)
+def test_a_policy_that_fails_is_told_in_one_line_and_the_rows_before_it_are_kept(
+    method: str,
+    answer: str,
+    says: str,
+    small: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "odd_policies.py").write_text(
+        "from penstock.rollout.balance import ShortestQueue\n\n\n"
+        "class Odd(ShortestQueue):\n"
+        f"    def {method}(self, *told):\n"
+        "        waiting, loads, placed = (*told, None, None, None)[:3]\n"
+        f"        return {answer}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "odd_policies", raising=False)
+    words = ["--machines", "2", "--steps", "1", "--strategies", "rlboost,odd_policies:Odd"]
+    assert cli.main(["simulate", small, *words]) == 1
+    said = capsys.readouterr()
+    assert [line.split()[1] for line in said.out.splitlines()[1:]] == ["rlboost"]
+    assert says in said.err
+    assert len(said.err.splitlines()) == 1
+
+
 def test_without_prices_there_is_no_cost(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     free = [f"--grid=prices.{name}=0" for name in ("reserved", "spot", "on_demand")]
     assert cli.main(["simulate", small, "--machines", "1", "--steps", "2", *free]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -44,7 +45,7 @@ class Late(ShortestQueue):
     """Fails in a tick, where no peer has spoken."""
 
     def moves(self, *_shown: object) -> list[Move]:
-        raise ValueError("all of them")
+        return None  # type: ignore[return-value]
 
 
 class OneBatch(ShortestQueue):
@@ -75,9 +76,9 @@ def config(policy: str) -> ManagerConfig:
     [
         ("Nonsense", "test_server_policy:Nonsense makes no sense: assign picked instance 999"),
         ("Early", "test_server_policy:Early makes no sense: assign picked instance 999"),
-        ("Weightless", "Weightless"),
-        ("Breaks", "no such prompt"),
-        ("Late", "all of them"),
+        ("Weightless", "test_server_policy:Weightless makes no sense: Weightless.weight gave [-1.0]"),
+        ("Breaks", "test_server_policy:Breaks failed in finished: KeyError: 'no such prompt'"),
+        ("Late", "test_server_policy:Late makes no sense: moves gave None"),
     ],
 )
 async def test_a_policy_that_fails_ends_the_server_and_the_batch_in_its_words(
@@ -88,7 +89,7 @@ async def test_a_policy_that_fails_ends_the_server_and_the_batch_in_its_words(
         async with agent_at(server) as remote:
             work = asyncio.create_task(remote.work())
             heard = await trainer.submit(limit=900 if policy == "Late" else 12, deadline_s=600)
-            with pytest.raises(Exception, match=says):
+            with pytest.raises(PolicyError, match=re.escape(says)):
                 async with asyncio.timeout(60):
                     await server.failed()
             await heard.end()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.simulate.outcome import Outcome
@@ -98,11 +98,12 @@ def main(args: argparse.Namespace) -> int:
     found: list[_Compared] = []
     try:
         _compare_all(args, found)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, PenstockError) as error:
         # What is done took minutes, and nothing of it is wrong.
         if any(compared.rows for compared in found):
             _show(args, found)
-        print("stopped; what was not simulated to its end is left out", file=sys.stderr)
+        if isinstance(error, KeyboardInterrupt):
+            print("stopped; what was not simulated to its end is left out", file=sys.stderr)
         raise
     _show(args, found)
     return 0

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -223,23 +224,36 @@ class ShortestQueue:
         load = loads[index]
         if load.pending or load.samples >= min(load.max_running, self.room(load)):
             return False
-        total = sum(self.weight(other) for other in loads)
-        share = (1 + sum(other.samples for other in loads)) * self.weight(load) / total
+        weights = self._weights_of(loads)
+        share = (1 + sum(other.samples for other in loads)) * weights[index] / sum(weights)
         return load.samples + 1 <= share + max(1.0, NEAR * load.max_running)
+
+    def _weights_of(self, loads: Sequence[InstanceLoad]) -> list[float]:
+        weights = [self.weight(load) for load in loads]
+        if not _are_numbers(weights) or not all(0 < weight < math.inf for weight in weights):
+            raise PolicyError(f"{type(self).__qualname__}.weight gave {weights}; each must be above 0, and finite")
+        return weights
 
     def _spread(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
         moved, fresh = queue.moved, queue.fresh
         held = [load.samples for load in loads]
-        weights = [self.weight(load) for load in loads]
-        if not all(weight > 0 for weight in weights):
-            raise PolicyError(f"{type(self).__qualname__}.weight gave {weights}; each must be above 0")
+        weights = self._weights_of(loads)
         rooms = [self.room(load) for load in loads]
+        if not _are_numbers(rooms):
+            raise PolicyError(f"{type(self).__qualname__}.room gave {rooms}; each must be a number")
         picks = _deal(moved, held, weights, rooms) if moved else []
         if len(picks) < moved:
             return picks
         if queue.coming and loads:
             rooms = _shared(rooms, held, weights, fresh, queue.coming)
         return picks + _deal(fresh, held, weights, rooms)
+
+
+def _are_numbers(values: Sequence[float]) -> bool:
+    try:
+        return not math.isnan(sum(values))
+    except TypeError:
+        return False
 
 
 def _shared(rooms: Sequence[int], held: Sequence[int], weights: Sequence[float], fresh: int, coming: int) -> list[int]:

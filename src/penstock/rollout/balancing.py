@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.rollout.answers import ask_moves, ask_order, ask_picks
+from penstock.rollout.answers import ask_moves, ask_order, ask_picks, tell
 from penstock.rollout.balance import BalancePolicy, InstanceLoad, Move, PlacedSample, Queue, Report
 from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.fleet import Instance
@@ -73,7 +73,7 @@ class Balancing:
             # One that waits for the next decode step would have been let in there.
             pending=frame.waiting if waits and before.waits and not prefilled else 0,
         )
-        self.policy.report(report)
+        tell(self.policy, "report", report)
         self._log.worked(report, instance.name, instance.reserved, instance.max_running)
 
     def finished(self, samples: Iterable[TrackedSample]) -> None:
@@ -82,7 +82,7 @@ class Balancing:
         for sample in samples:
             self._moves_by_choice.pop(sample, None)
             if not sample.cause:
-                self.policy.finished(sample.prompt, sample.length)
+                tell(self.policy, "finished", sample.prompt, sample.length)
                 self._log.finished(sample)
             if sample.batch.ended:
                 ended[sample.batch.name] = sample.batch
@@ -90,13 +90,13 @@ class Balancing:
             # Who waited for a place then says nothing about the next batch's samples.
             for beat in self._beats.values():
                 beat.full = False
-            self.policy.batch_ended()
+            tell(self.policy, "batch_ended")
             self._log.batch_ended(batch)
 
     def gone(self, instance: str) -> None:
         self._log.gone(instance)
         self._beats.pop(instance, None)
-        self.policy.gone(instance)
+        tell(self.policy, "gone", instance)
 
     # ---- shown
 

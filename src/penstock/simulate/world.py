@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from penstock.rollout.answers import ask_moves, ask_order, ask_picks
+from penstock.rollout.answers import ask_moves, ask_order, ask_picks, tell
 from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue
 from penstock.rollout.balancing import MOVES_S
 from penstock.rollout.manager import TICK_S
@@ -250,7 +250,7 @@ class World:
         for sample in taken:
             self._requeue(sample)
         self._order_moved(step)
-        self.strategy.balance.gone(machine.name)
+        tell(self.strategy.balance, "gone", machine.name)
         self.dispatch()
 
     def advance(self, machine: Machine) -> None:
@@ -287,7 +287,7 @@ class World:
             self._settle(machine)
             report = machine.report()
             if report is not None:
-                self.strategy.balance.report(report)
+                tell(self.strategy.balance, "report", report)
         self.dispatch()
 
     def _move(self) -> None:
@@ -322,9 +322,9 @@ class World:
     def _sample_done(self, sample: SimSample) -> None:
         step = self._now_step()
         step.finished += 1
-        self.strategy.balance.finished(sample.prompt, sample.length)
+        tell(self.strategy.balance, "finished", sample.prompt, sample.length)
         if step.finished == len(step.samples):
-            self.strategy.balance.batch_ended()
+            tell(self.strategy.balance, "batch_ended")
             if self.window_open:
                 # The policy is not asked: there is nothing left to generate.
                 self.clock.after(0.0, lambda: self._hand_over() if self.window_open and step is self.step else None)
