@@ -125,6 +125,20 @@ def test_each_bound_on_the_number_is_kept(small: str, plenty: list[str], capsys:
     assert asked(capsys, *words, "--hour-worth", "5000")[-1] > free[-1]
 
 
+def test_the_table_says_what_baselines_were_tuned_to(
+    small: str, plenty: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [small, *plenty, "--machines", "3", "--strategies", "colocated,disaggregated,rlboost"]
+    assert cli.main(["simulate", *words]) == 0
+    head, colocated, disaggregated, rlboost = capsys.readouterr().out.splitlines()
+    assert head.endswith("tuned")
+    assert colocated.endswith("%")
+    found = re.search(r" (\d)  +(\d)\.0 .* (\d) on demand$", disaggregated)
+    assert found
+    assert found[1] == found[2] == found[3] <= "3", "the ceiling is the disaggregated ones', too"
+    assert re.search(r"first window \d+(\.\d+)? s$", rlboost)
+
+
 def test_without_a_trace_a_ceiling_says_how_many_there_are_and_strategies_choose(
     small: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.simulate.report import Row
     from penstock.simulate.strategy import Strategy
     from penstock.simulate.traces import Trace
+    from penstock.simulate.tune import Tuned
 
 CEILING = 32
 """Remote instances at most, where nothing is said."""
@@ -256,6 +257,7 @@ def _trace(args: argparse.Namespace, machines: int | None) -> Trace:
 def _compare(args: argparse.Namespace, found: _Compared, machines: int | None, setting: str, count: str) -> None:
     from penstock.simulate.baselines import Bounds, make_strategy
     from penstock.simulate.report import row_of
+    from penstock.simulate.tune import tune
     from penstock.simulate.world import simulate
 
     profile, trace = found.profile, found.trace
@@ -264,23 +266,27 @@ def _compare(args: argparse.Namespace, found: _Compared, machines: int | None, s
     budget_per_h = float("inf") if args.budget_per_h is None else args.budget_per_h
     bounds = Bounds(min(args.floor or 0, ceiling), budget_per_h, args.hour_worth or 0.0)
 
-    def made(name: str) -> Strategy:
-        return make_strategy(name, profile, machines=fixed, ceiling=ceiling, bounds=bounds)
+    def made(name: str, tuned: Tuned) -> Strategy:
+        return make_strategy(
+            name, profile, machines=tuned.machines, ceiling=ceiling, bounds=bounds, tuning=tuned.tuning
+        )
 
     limit = {"steps": args.steps} if args.steps else {"duration_s": 3600 * args.hours}
     for name in args.strategies.split(","):
-        strategy = made(name.strip())
+        name = name.strip()
         if sys.stderr.isatty():
             # A strategy may take minutes.
-            print(f"{count}, {setting}: {strategy.name}", file=sys.stderr)
+            print(f"{count}, {setting}: {name}", file=sys.stderr)
+        tuned = tune(name, profile, trace, machines=fixed, ceiling=ceiling, seed=args.seed, **limit)
+        strategy = made(name, tuned)
         outcome = simulate(profile, trace, strategy, seed=args.seed, **limit)
         if not outcome.steps:
             # A strategy is of one run: it has learned.
-            strategy = made(name.strip())
+            strategy = made(name, tuned)
             first = simulate(profile, trace, strategy, seed=args.seed, steps=1)
             raise ConfigError(
                 f"{strategy.name} on {setting}: no step ended within --hours {args.hours:g}; its first one takes "
                 f"{first.wall_s / 3600:.2g} hours"
             )
-        found.rows.append(row_of(outcome, profile, setting, strategy.spot))
+        found.rows.append(row_of(outcome, profile, setting, strategy.spot, tuned.words))
         found.outcomes.append(outcome)

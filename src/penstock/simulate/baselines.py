@@ -2,7 +2,8 @@
 
 - `colocated`: the reserved machines generate everything, then train on everything; prompts are split among the engines
   once, at the start, as verl does.
-- `disaggregated`: they only train, fed by a fixed number of machines on demand, with streaming; the number is tuned.
+- `disaggregated`: they only train, fed by a fixed number of machines on demand, with streaming: as many as are asked
+  for (`tune` finds the best number), else as many as there are reserved engines.
 - `rlboost`: the paper's Algorithm 1 (window) and Algorithm 2 (delayed dispatch, then moves), N_prem as the number of
   machines. What its code lacks (instance allocation, moves between healthy instances, the case of no instance) is
   supplied as the paper has it.
@@ -11,7 +12,8 @@
 - `penstock`: the policies of `rollout`; `penstock-...`: with one of them switched off or put in the paper's place.
 - `package.module:Class`: the same with a balance policy of the user's own, as `rollout.balance` would name it.
 
-A baseline's constants are its own (`Tuning`); `tuned` finds those that are best for it where it is compared.
+A baseline's constants are its own (`Tuning`); `tuned` finds those that are best for it where it is compared, and `tune`
+those that depend on the profile most.
 """
 
 from __future__ import annotations
@@ -267,7 +269,7 @@ def _colocated(profile: Profile, wish: _Wish) -> Strategy:
 
 
 def _disaggregated(profile: Profile, wish: _Wish) -> Strategy:
-    size = wish.fixed or FixedSize(profile.reserved_instances)
+    size = wish.fixed or FixedSize(min(profile.reserved_instances, wish.ceiling))
     return Strategy("disaggregated", Balanced(profile.max_pending_per_instance), None, size, spot=False)
 
 

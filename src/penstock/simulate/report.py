@@ -35,9 +35,11 @@ class Row:
     """Mean share by which steps were longer than the clairvoyant bound."""
     moves: int
     preemptions: int
+    tuned: str
+    """What was tried out for it and taken."""
 
 
-def row_of(outcome: Outcome, profile: Profile, setting: str, spot: bool = True) -> Row:
+def row_of(outcome: Outcome, profile: Profile, setting: str, spot: bool = True, tuned: str = "") -> Row:
     """Raises ValueError for a run in which no step ended: it has no figures."""
     if not outcome.steps:
         raise ValueError(f"{outcome.strategy} on {setting}: no step ended; simulate longer")
@@ -60,6 +62,7 @@ def row_of(outcome: Outcome, profile: Profile, setting: str, spot: bool = True) 
         regret=outcome.regret,
         moves=sum(step.moves for step in steps),
         preemptions=sum(step.times.preemptions for step in steps),
+        tuned=tuned,
     )
 
 
@@ -78,7 +81,10 @@ _HEADS = (
     "trainer waits",
     "remote wait",
     "regret",
+    "tuned",
 )
+LEFT = (0, 1, len(_HEADS) - 1)
+"""Columns of words."""
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -104,12 +110,13 @@ def table(rows: Sequence[Row]) -> str:
                 f"{row.trainer_wait_share:.1%}",
                 f"{row.remote_wait_s / row.step_s:.1%}",
                 f"{row.regret:+.1%}",
+                row.tuned,
             )
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADS))]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
+            cell.ljust(width) if column in LEFT else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(line, widths))
         ).rstrip()
         for line in lines
