@@ -425,7 +425,8 @@ def test_an_interrupt_in_a_steps_last_update_leaves_a_boundary_to_save(make_run:
     def held() -> Iterator[None]:
         steps_of.append(run.trainer.step)
         yield
-        if run.trainer.step == 1:
+        assert run.trainer.step == steps_of[-1] + 1
+        if run.trainer.step == 2:
             raise KeyboardInterrupt
 
     run = make_run(steps=5, held=held, evaluate=False, mini_batches_per_step=mini_batches)
@@ -434,9 +435,24 @@ def test_an_interrupt_in_a_steps_last_update_leaves_a_boundary_to_save(make_run:
     assert steps_of == [0, 1], "of each step the last update alone"
     run.trainer.save_where_stopped()
     assert [event.step for event in run.of(events.CheckpointSaved)] == [2]
+    assert sorted(run.metrics) == [event.step for event in run.of(events.StepFinished)] == [0, 1], "none is missing"
     undisturbed = make_run(steps=2, evaluate=False, mini_batches_per_step=mini_batches)
     undisturbed.trainer.run()
     assert apart(run, undisturbed) < 1e-6
+
+
+def test_an_interrupt_does_not_wait_for_an_evaluations_answers(make_run: MakeRun) -> None:
+    @contextmanager
+    def held() -> Iterator[None]:
+        yield
+        raise KeyboardInterrupt
+
+    answers = FakeRollout(gate=lambda batch, number: 3600.0 if batch.startswith("eval") else 0.0)
+    run = make_run(steps=5, held=held, rollout=answers, eval_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        run.trainer.run()
+    run.trainer.save_where_stopped()
+    assert [event.step for event in run.of(events.CheckpointSaved)] == [1]
 
 
 def test_an_interrupt_between_the_updates_of_a_step_leaves_none(make_run: MakeRun) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 import torch
 
@@ -118,9 +118,16 @@ class Trainer:
     def train_step(self) -> dict[str, float]:
         """One step; returns its metrics."""
         with self._batches.cancelled_on_error():
-            return self._train_step()
+            # Broken off from its last update on, a step would have no boundary to save, or one that no record tells of.
+            with ExitStack() as held:
+                metrics = self._train_step(held)
+            every = self.config.train.checkpoint_every
+            if every and self.step % every == 0 and self.step < self.config.train.steps:
+                with self.learner.stages("checkpoint"):
+                    self._saving.begin(self._position)
+            return metrics
 
-    def _train_step(self) -> dict[str, float]:
+    def _train_step(self, held: ExitStack) -> dict[str, float]:
         ports, step, stages = self.ports, self.step, self.learner.stages
         # A checkpoint behind the last step's records belongs to no other step than this one.
         began = self._measured_at
@@ -150,13 +157,15 @@ class Trainer:
         # Sent behind the training batch, it fills the engines while that one's longest samples end.
         with stages("evaluation"):
             evaluation = self._start_evaluation() if self._evaluates_before(step) else None
-        self._work_through(intake, tally, self._greedy_rewards(greedy))
+        self._work_through(intake, tally, self._greedy_rewards(greedy), held)
         # Without a single group, too.
         self._worked_through = True
         self._turns.trained()
         with stages("rollout_wait"):
             self._batches.release(intake)
         self._record_samples(intake)
+        if evaluation is not None:
+            held.close()  # Answers are waited for.
         with stages("evaluation"):
             self._finish_evaluation(evaluation)
         self._report_unscored(intake)
@@ -175,14 +184,11 @@ class Trainer:
         ports.emit(events.StepFinished(ts=time.time(), step=step, metrics=metrics))
         report = ports.rollout.report_step(step, metrics["step_s"], tally.train_s, metrics["trainer_wait_s"])
         self._batches.call(report, f"reporting step {step}")
-        every = self.config.train.checkpoint_every
-        if every and self.step % every == 0 and self.step < self.config.train.steps:
-            with stages("checkpoint"):
-                self._saving.begin(self._position)
         return metrics
 
-    def _work_through(self, intake: Intake, tally: Tally, greedy: Mapping[int, float] | None) -> None:
-        """Takes groups as they come; gradient for each; the optimizers at each mini-batch boundary."""
+    def _work_through(self, intake: Intake, tally: Tally, greedy: Mapping[int, float] | None, held: ExitStack) -> None:
+        """Takes groups as they come; gradient for each; the optimizers at each mini-batch boundary. Interrupts are
+        `held` from the last of them on."""
         self.learner.begin_step(self.step)
         while not intake.done:
             scoring_s = intake.scoring_waited_s
@@ -196,11 +202,10 @@ class Trainer:
             if ends:
                 self._at_boundary = False
             mini_batch = intake.packer.mini_batch if ends else None
-            # Broken off in the last one, a step would have no boundary to save, and what came since the last checkpoint
-            # would be lost for the sake of a moment.
-            with self.ports.held() if ends and intake.done else nullcontext():
-                steps = self.learner.learn(groups, tally, greedy or {}, mini_batch, self.ports.watch)
-                self._worked_through = intake.done
+            if ends and intake.done:
+                held.enter_context(self.ports.held())
+            steps = self.learner.learn(groups, tally, greedy or {}, mini_batch, self.ports.watch)
+            self._worked_through = intake.done
             self._note_optimizer_steps(steps, tally)
             self._groups_learned_from += len(groups)
             tally.train_s += self._clock() - began
