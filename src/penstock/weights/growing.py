@@ -117,12 +117,20 @@ def _there(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
+def _heard(waiting: asyncio.Future[T]) -> None:
+    if not waiting.cancelled():
+        waiting.exception()
+
+
 async def within(future: Future[T], wait_s: float, what: str) -> T:
     """The future's result. Raises NotReady where it takes longer, WeightError where the work behind it failed."""
     if future.done() and not future.cancelled() and future.exception() is None:
         return future.result()
     try:
+        waiting = asyncio.wrap_future(future)
+        # Who waits no more is not told of its end.
+        waiting.add_done_callback(_heard)
         async with asyncio.timeout(wait_s):
-            return await asyncio.shield(asyncio.wrap_future(future))
+            return await asyncio.shield(waiting)
     except TimeoutError:
         raise NotReady(f"{what}, and not ready after {wait_s:g} s") from None
