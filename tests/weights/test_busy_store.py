@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -17,7 +18,7 @@ from penstock.errors import WeightError
 from penstock.weights import WeightStore, holdings, pull
 from penstock.weights.encoder import Encoder
 from penstock.weights.plan import MAX_CHUNK_BYTES
-from penstock.weights.protocol import NoSuchCodec
+from penstock.weights.protocol import GetOffers, NoSuchCodec
 
 
 @contextmanager
@@ -209,3 +210,29 @@ async def test_thousands_of_tiny_chunks_come_by_the_bufferful(codec: str, monkey
     assert {name: bytes(view) for name, view in weights.tensors.items()} == {name: data for name, _, _, data in tensors}
     assert sum(calls) == 3000
     assert len(calls) < 100
+
+
+async def test_an_encoding_that_fails_after_its_waiters_have_gone_is_nobodys_news(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with store_of(0, 1) as (held, address):
+        base = await fetch(address, 0, codec="raw")
+        with held_up(held._held._encoder):
+            asks = [asyncio.create_task(fetch(address, 1, codec="lossless", base=base)) for _ in range(2)]
+            async with asyncio.timeout(60):
+                while not held._held._awaited:
+                    await asyncio.sleep(0.01)
+            await held._held._coded_soon(GetOffers(version=1), 0.0)
+            for ask in asks:
+                ask.cancel()
+            await asyncio.gather(*asks, return_exceptions=True)
+            async with asyncio.timeout(60):
+                while held._held._awaited:
+                    await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while not all(coded.done() for coded in held._held._coded.values()):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
+        held._held._coded.clear()
+        gc.collect()
+    assert "never retrieved" not in caplog.text

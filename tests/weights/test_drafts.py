@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from pathlib import Path
 
 import msgspec
@@ -21,7 +20,7 @@ from penstock.weights import ChunkEntry, Manifest, WeightStore, decode_manifest
 from penstock.weights import protocol as words
 from penstock.weights.choose import DRAFT_PARTS, Rates, choose, time_s
 from penstock.weights.encodings import Encoded, draft_of, encode
-from penstock.weights.growing import Growing, within
+from penstock.weights.growing import Growing
 from penstock.weights.manifest import (
     Encoding,
     Made,
@@ -387,14 +386,3 @@ async def test_a_store_refuses_what_is_no_chunk_of_a_draft() -> None:
             await link.made(Encoding(0), 0, 5.0)
         link.close()
         assert isinstance(store, WeightStore)
-
-
-async def test_work_that_fails_after_its_waiter_has_gone_is_nobodys_news(caplog: pytest.LogCaptureFixture) -> None:
-    work: Future[None] = Future()
-    with pytest.raises(words.NotReady):
-        await within(work, 0.0, "it")
-    work.set_exception(WeightError("too late"))
-    await asyncio.sleep(0.01)
-    gc.collect()
-    assert "too late" not in caplog.text
-    assert "never retrieved" not in caplog.text

@@ -17,7 +17,7 @@ from penstock.weights.choose import DRAFT_PARTS
 from penstock.weights.manifest import ChunkEntry, Made, Manifest, encode_manifest, sign_made, sign_manifest
 from penstock.weights.protocol import GivenUp, NotReady
 
-__all__ = ["Growing", "within"]
+__all__ = ["Growing", "awaitable", "within"]
 
 T = TypeVar("T")
 
@@ -117,9 +117,11 @@ def _there(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-def _heard(waiting: asyncio.Future[T]) -> None:
-    if not waiting.cancelled():
-        waiting.exception()
+def awaitable(future: Future[T]) -> asyncio.Future[T]:
+    """Whoever waits no more is not told how it ends, and nobody else is for that reason."""
+    waiting = asyncio.wrap_future(future)
+    waiting.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+    return waiting
 
 
 async def within(future: Future[T], wait_s: float, what: str) -> T:
@@ -127,10 +129,7 @@ async def within(future: Future[T], wait_s: float, what: str) -> T:
     if future.done() and not future.cancelled() and future.exception() is None:
         return future.result()
     try:
-        waiting = asyncio.wrap_future(future)
-        # Who waits no more is not told of its end.
-        waiting.add_done_callback(_heard)
         async with asyncio.timeout(wait_s):
-            return await asyncio.shield(waiting)
+            return await asyncio.shield(awaitable(future))
     except TimeoutError:
         raise NotReady(f"{what}, and not ready after {wait_s:g} s") from None

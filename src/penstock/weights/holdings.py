@@ -18,7 +18,7 @@ from functools import partial
 from penstock.errors import MissingExtra, WeightError
 from penstock.weights.encoder import Encoder
 from penstock.weights.encodings import Estimate, can_zipnn, estimate
-from penstock.weights.growing import Growing, within
+from penstock.weights.growing import Growing, awaitable, within
 from penstock.weights.manifest import Encoding, Manifest
 from penstock.weights.offers import codecs_of, offers_of
 from penstock.weights.protocol import GetOffers, GivenUp, NoSuchVersion, NotReady, Offers
@@ -357,7 +357,7 @@ class Holdings:
                 key: coded for key, coded in self._coded.items() if key.version == ask.version and not coded.done()
             }
         if coding and not direct.intersection(key.base for key in coding):
-            await asyncio.wait([asyncio.wrap_future(one) for one in coding.values()], timeout=wait_s)
+            await asyncio.wait([awaitable(one) for one in coding.values()], timeout=wait_s)
 
     async def _quantized_soon(self, versions: Iterable[int], scheme: str, wait_s: float) -> None:
         """Begins what is not quantized yet, and waits. Raises NotReady where it takes longer."""
