@@ -17,8 +17,9 @@ from test_weight_store import CONFIG, TOKEN
 from penstock.errors import WeightError
 from penstock.weights import WeightStore, holdings, pull
 from penstock.weights.encoder import Encoder
+from penstock.weights.manifest import Encoding
 from penstock.weights.plan import MAX_CHUNK_BYTES
-from penstock.weights.protocol import GetOffers, NoSuchCodec
+from penstock.weights.protocol import GetOffers, NoSuchCodec, NoSuchVersion, NotReady
 
 
 @contextmanager
@@ -104,6 +105,7 @@ async def test_the_next_difference_is_made_ahead_again_once_the_encoder_is_free(
 
 
 async def test_what_nobody_waits_for_any_more_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holdings, "ASKED_S", 0.0)
     async with store_of(0, 1, 2, keep_versions=3) as (held, address):
         with held_up(held._held._encoder):
             cut = [asyncio.create_task(fetch(address, version, codec="lossless")) for version in (0, 1)]
@@ -236,3 +238,46 @@ async def test_an_encoding_that_fails_after_its_waiters_have_gone_is_nobodys_new
         held._held._coded.clear()
         gc.collect()
     assert "never retrieved" not in caplog.text
+
+
+async def test_whoever_asks_again_and_again_without_waiting_gets_it_too() -> None:
+    async with store_of(0) as (held, _):
+        key = Encoding(0, "lossless")
+        with held_up(held._held._encoder), pytest.raises(NotReady):
+            await held._held.coded(key, 0.0, draft=False)
+        async with asyncio.timeout(60):
+            while held._held.encodings() != [key]:
+                await asyncio.sleep(0.01)
+        assert held.counters()["encoded_lossless"] == 1
+
+
+@pytest.mark.parametrize("codec", ["auto", "delta", "lossless"])
+async def test_a_version_that_goes_while_its_plan_is_made_is_said_to_be_gone(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with store_of(2, 3) as (held, address):
+        base = await fetch(address, 2, codec="raw")
+        offers = held._held.offers
+
+        async def late(ask: GetOffers) -> Any:
+            found = await offers(ask)
+            for version in (5, 6):
+                await asyncio.to_thread(held.publish, version, tensors_of(version), CONFIG)
+            return found
+
+        monkeypatch.setattr(held._held, "offers", late)
+        with pytest.raises(NoSuchVersion, match=r"held: 5, 6"):
+            await fetch(address, 3, codec=codec, base=base)
+
+
+async def test_a_store_that_is_closed_with_work_waiting_lets_go_of_what_it_held() -> None:
+    async with store_of(0, 1) as (held, _):
+        holding = held._held
+        with held_up(holding._encoder):
+            with pytest.raises(NotReady):
+                await holding.coded(Encoding(1, "delta", 0), 0.0, draft=False)
+            version = holding.hold(0)
+            await asyncio.to_thread(held.close)
+            holding.release(version)
+        assert version.readers == 0
+        assert holding.encodings() == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 
 import msgspec
 import numpy as np
@@ -276,5 +278,27 @@ async def test_a_matrix_of_another_dtype_than_before_comes_in_full(scheme: str) 
         after = await fetch(address, 1, scheme, base)
         assert after.steps == (Encoding(1, scheme),)
         assert bytes(after.tensors[MATRIX]) == bytes(base.tensors[MATRIX])
+    finally:
+        held.close()
+
+
+async def test_a_base_that_goes_before_it_is_quantized_costs_the_difference_alone() -> None:
+    held = store()
+    address = held.start()
+    try:
+        held.publish(0, weights_of(1), CONFIG)
+        held.publish(1, weights_of(1, changed=40), CONFIG)
+        base = await fetch(address, 0, "int8")
+        held._held._quantized.clear()
+        go_on = threading.Event()
+        held._held._encoder.submit(1 << 40, lambda: go_on.wait(60))
+        asked = asyncio.create_task(fetch(address, 1, "int8", base))
+        async with asyncio.timeout(60):
+            while len(held._held._quantized) < 2:
+                await asyncio.sleep(0.01)
+        await asyncio.to_thread(held.publish, 2, weights_of(2), CONFIG)
+        go_on.set()
+        weights = await asked
+        assert weights.steps == (Encoding(1, "int8"),)
     finally:
         held.close()

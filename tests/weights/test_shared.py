@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
-from test_transfer import assert_whole, store_of
-from test_weight_store import TOKEN
+from test_transfer import assert_whole, store_of, tensors_of
+from test_weight_store import CONFIG, TOKEN
 
 from penstock.instance.loading import WeightLoader
 from penstock.weights import WeightStore
 from penstock.weights.manifest import Encoding
-from penstock.weights.protocol import NoSuchVersion
+from penstock.weights.protocol import NoSuchVersion, NotReady
 from penstock.weights.relay import Relay
 from penstock.weights.shm import SharedMapper
 
@@ -142,3 +142,43 @@ async def test_chunks_of_earlier_versions_are_passed_on_too() -> None:
             await relay.open(Encoding(gone), 0.0)
         with pytest.raises(NoSuchVersion, match="gone on"):
             await relay.open(Encoding(gone), 600.0, "shm")
+
+
+async def test_what_is_never_expected_is_not_waited_for_while_others_come() -> None:
+    relay = Relay(TOKEN, wait_s=0.05)
+    relay.expect(Encoding(7), b"", 1 << 20)
+
+    async def come() -> None:
+        for index in range(1 << 20):
+            relay.put(Encoding(7), index, b"data")
+            await asyncio.sleep(0.01)
+
+    coming = asyncio.create_task(come())
+    with pytest.raises(NotReady, match="version 3 is not whole here"):
+        await relay.open(Encoding(3), 600.0, "shm")
+    coming.cancel()
+
+
+async def test_other_weights_under_the_same_number_are_not_lent() -> None:
+    relay = Relay(TOKEN)
+    for manifest in (b"of the run", b"of the run that goes on from before"):
+        relay.expect(Encoding(10), manifest, 1)
+        assert 10 not in relay._whole
+        relay.lend(10, manifest, "shm", "/dev/shm/somewhere")
+        assert (await relay.open(Encoding(10), 0.0, "shm")).manifest == manifest
+
+
+async def test_an_instance_that_lends_other_weights_under_the_number_is_left() -> None:
+    async with loaders(2) as (one, other), store_of(0) as (_, old):
+        await one.pull(old, 0, 60)
+        # Another run's store, of which this instance is the one before; it has the old one's version 0 whole.
+        store = WeightStore("run", "127.0.0.1", 0, TOKEN, chunk_bytes=8192)
+        try:
+            address = await asyncio.to_thread(store.start)
+            await asyncio.to_thread(store.publish, 0, tensors_of(1), CONFIG)
+            assert one.relay is not None
+            for codec in ("raw", "lossless"):
+                store.relay(Encoding(0, codec), f"127.0.0.1:{one.relay.port}")
+            assert_whole(await other.pull(address, 0, 60), 1)
+        finally:
+            await asyncio.to_thread(store.close)

@@ -28,14 +28,19 @@ class Interrupt:
     def held(self) -> Iterator[None]:
         """An interrupt that comes within is raised at the end, or after `hold_s`."""
         self._held = True
+        error = None
         try:
             yield
+        except BaseException as found:
+            error = found
+            raise
         finally:
             self._held = False
             if self._due:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-        if self._due:
-            self._raise()
+                self._due = False
+                if not isinstance(error, KeyboardInterrupt):
+                    raise KeyboardInterrupt from error
 
     def told(self, number: int, frame: Any) -> None:
         """Handles a signal. While a run ends, further ones do not interrupt that."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 from penstock.errors import MissingExtra, WeightError
 from penstock.weights.encoder import Encoder
@@ -29,6 +32,8 @@ from penstock.weights.spares import Spares
 __all__ = ["Holdings"]
 
 SOON_S = 2.0
+ASKED_S = 10.0
+"""Between two asks for what is not ready a puller pauses, or comes on another connection: it still waits."""
 KEEP_DELTAS = 64
 """Encoded differences kept for chains, within the bytes of one version."""
 
@@ -63,6 +68,8 @@ class Holdings:
         """Codecs."""
         self._awaited: Counter[Encoding] = Counter()
         """Whoever waits for an encoding now."""
+        self._asked: dict[Encoding, float] = {}
+        """When somebody waited last for one that waits for its turn."""
         self._encoder = Encoder()
         self._threads = ThreadPoolExecutor(cores, "weight-chunks")
         self._closed = False
@@ -153,7 +160,7 @@ class Holdings:
             coded = self._coded[key]
             if not coded.done():
                 continue
-            if coded.exception() is not None:
+            if _failed(coded):
                 del self._coded[key]
             elif key.base is not None:
                 left -= coded.result().manifest.nbytes
@@ -194,6 +201,8 @@ class Holdings:
                 self._awaited[encoding] -= 1
                 if not self._awaited[encoding]:
                     del self._awaited[encoding]
+                if not coding.done():
+                    self._asked[encoding] = time.monotonic()
 
     def _code_ahead(self, before: Manifest, now: Manifest) -> None:
         """Begins the difference that agents will ask for; the lock is held by the caller."""
@@ -205,7 +214,7 @@ class Holdings:
     def _quantize(self, version: int, scheme: str) -> Future[Version]:
         """The version quantized, under way or done; the lock is held by the caller."""
         found = self._quantized.get((version, scheme))
-        if found is not None and not (found.done() and found.exception() is not None):
+        if found is not None and not _failed(found):
             return found
         if version not in self._versions:
             raise self._not_held(version)
@@ -229,7 +238,7 @@ class Holdings:
 
         Its versions are held from when its turn comes. `ahead`: it is made though nobody waits for it."""
         coded = self._coded.get(key)
-        if coded is not None and not (coded.done() and coded.exception() is not None):
+        if coded is not None and not _failed(coded):
             return coded
         held = self._versions.get(key.version)
         base = None if key.base is None else self._versions.get(key.base)
@@ -250,7 +259,8 @@ class Holdings:
         held: list[Version] = []
         try:
             with self._lock:
-                if not ahead and not self._awaited[key]:
+                asked = time.monotonic() - self._asked.pop(key, -math.inf)
+                if not ahead and not self._awaited[key] and asked > ASKED_S:
                     raise GivenUp(f"{key} is given up: nobody waits for it any more")
             for version in (key.version, key.base):
                 if version is not None:
@@ -284,7 +294,7 @@ class Holdings:
         """Ways to a version for whoever holds what `ask` says. Raises NoSuchVersion, NotReady."""
         await self.published(ask.version, ask.wait_s)
         if ask.scheme:
-            await self._quantized_soon((ask.version, *(one.version for one in ask.held)), ask.scheme, ask.wait_s)
+            await self._quantized_soon(ask.version, [one.version for one in ask.held], ask.scheme, ask.wait_s)
         if ask.held:
             await self._coded_soon(ask, min(ask.wait_s, SOON_S))
         return await asyncio.to_thread(self._offers, ask)
@@ -326,14 +336,14 @@ class Holdings:
         if version not in self._versions or not scheme:
             return self._versions.get(version)
         quantized = self._quantized.get((version, scheme))
-        return quantized.result() if quantized is not None and quantized.done() else None
+        return quantized.result() if quantized is not None and quantized.done() and not _failed(quantized) else None
 
     def _ready(self) -> dict[Encoding, Manifest]:
         with self._lock:
             return {
                 key: coded.result().manifest
                 for key, coded in self._coded.items()
-                if coded.done() and coded.exception() is None
+                if coded.done() and not _failed(coded)
             }
 
     def _estimated(self, key: Encoding, held: Version, bases: dict[int, Version]) -> Estimate | None:
@@ -359,14 +369,25 @@ class Holdings:
         if coding and not direct.intersection(key.base for key in coding):
             await asyncio.wait([awaitable(one) for one in coding.values()], timeout=wait_s)
 
-    async def _quantized_soon(self, versions: Iterable[int], scheme: str, wait_s: float) -> None:
+    async def _quantized_soon(self, target: int, bases: Sequence[int], scheme: str, wait_s: float) -> None:
         """Begins what is not quantized yet, and waits. Raises NotReady where it takes longer."""
         if scheme not in SCHEME_DTYPES:
             raise NoSuchVersion(f"it knows no quantization {scheme!r}")
         with self._lock:
-            wanted = [self._quantize(version, scheme) for version in versions if version in self._versions]
+            there = [version for version in (target, *bases) if version in self._versions]
+            wanted = {version: self._quantize(version, scheme) for version in there}
         try:
-            for quantizing in wanted:
-                await within(quantizing, wait_s, f"weights are being quantized to {scheme}")
+            for version, quantizing in wanted.items():
+                try:
+                    await within(quantizing, wait_s, f"weights are being quantized to {scheme}")
+                except NoSuchVersion:
+                    if version == target:
+                        raise
+                    # A base that went before its turn came is none.
         except MissingExtra as error:
             raise NoSuchVersion(str(error)) from error
+
+
+def _failed(work: Future[Any]) -> bool:
+    """It has ended otherwise than well."""
+    return work.done() and (work.cancelled() or work.exception() is not None)

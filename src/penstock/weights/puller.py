@@ -178,7 +178,7 @@ class _Pull:
                     except LinkLost as error:
                         await first.broke(error)
                     planned = await self._plan(first, codec, base)
-                if planned.relay and (shared := await self._shared(planned.relay, threads)) is not None:
+                if planned.relay and (shared := await self._shared(planned, threads)) is not None:
                     return shared
                 while True:
                     try:
@@ -265,12 +265,13 @@ class _Pull:
             way=self._came_by,
         )
 
-    async def _shared(self, relay: str, threads: ThreadPoolExecutor) -> StagedWeights | None:
+    async def _shared(self, own: Planned, threads: ThreadPoolExecutor) -> StagedWeights | None:
         """The version where another instance on this machine has it whole, or will; None where that is not to be had.
 
-        Believed no more than a wire: the manifest is signed, and every tensor is verified here too.
+        Believed no more than a wire: the manifest is signed, its tensors are those of the store's `own` plan, and every
+        one is verified here too.
         """
-        step, link = Encoding(self._version), None
+        step, link, relay = Encoding(self._version), None, own.relay
         try:
             link = await self._transport.connect(relay, RELAY_CONNECT_S, True)
             if not link.sees:
@@ -281,6 +282,8 @@ class _Pull:
             planned = await link.plan(GetPlan(ask=ask, codec="raw"))
             manifest = decode_manifest(planned.manifest)
             manifest = self._believed(manifest, manifest.encoding, manifest.base_digest)
+            if len(own.steps) == 1 and manifest.digest != decode_manifest(own.manifest).digest:
+                raise WeightError(f"it has other weights under version {self._version}")
             stream = await link.mapped(planned.place, manifest.raw_nbytes)
             if self.relay is not None:
                 # Those behind need not wait for this one's checksums: they take their own.

@@ -132,6 +132,10 @@ class Relay:
         if known is None or known.manifest != manifest:
             # One that is fetched again, after a cut, goes on for those who wait for the rest of it.
             self._passing[encoding] = _Passing(manifest, chunks)
+        whole = self._whole.get(encoding.version)
+        if whole is not None and whole.manifest != manifest:
+            # Other weights under the same number, or the same ones once more.
+            del self._whole[encoding.version]
         _to_the_end(self._recent, encoding.version, None)
         self._gone.pop(encoding.version, None)
         for old in list(self._recent)[:-KEEP_VERSIONS]:
@@ -187,17 +191,23 @@ class Relay:
         """Waits for as long as something of a version comes. Raises NotReady, or NoSuchVersion where it will not."""
         try:
             async with asyncio.timeout(wait_s):
+                # It is expected soon, or never: what comes of other versions says nothing of it.
+                async with asyncio.timeout(self._wait_s):
+                    while version not in self._whole and version not in self._recent:
+                        self._check_that_it_may_come(version)
+                        await self._arrived.wait()
                 while version not in self._whole:
-                    if self._has_gone_on_from(version):
-                        raise NoSuchVersion(f"it has gone on from weight version {version} to another one")
+                    self._check_that_it_may_come(version)
                     async with asyncio.timeout(self._wait_s):
                         await self._arrived.wait()
         except TimeoutError:
             raise NotReady(f"weight version {version} is not whole here") from None
         return self._whole[version]
 
-    def _has_gone_on_from(self, version: int) -> bool:
-        return version in self._gone or (version in self._recent and version != next(reversed(self._recent)))
+    def _check_that_it_may_come(self, version: int) -> None:
+        """Raises NoSuchVersion for a version whose place another one has taken."""
+        if version in self._gone or (version in self._recent and version != next(reversed(self._recent))):
+            raise NoSuchVersion(f"it has gone on from weight version {version} to another one")
 
     def ways(self, said: Sequence[str]) -> tuple[Way, ...]:
         found = (lender.way(one) for lender in self._lenders for one in said)

@@ -330,15 +330,17 @@ class _Reader:
         """The way that ends soonest, of those that can still be had: a base may go while it is looked at."""
         ask = request.ask
         offered = await self._shelf.offers(ask)
-        offers = list(offered.offers)
+        offers, trouble = list(offered.offers), None
         while True:
-            steps = choose(offers, offered.raw_nbytes, request.measured, request.codec, ask.draft).steps
+            try:
+                steps = choose(offers, offered.raw_nbytes, request.measured, request.codec, ask.draft).steps
+            except NoSuchCodec as error:
+                raise trouble or error from None
             try:
                 return steps, await self._leased(steps[0], ask.wait_s, request.by, ask.draft)
-            except (NoSuchVersion, GivenUp):
+            except (NoSuchVersion, GivenUp) as error:
+                trouble = trouble or error
                 offers = [offer for offer in offers if steps[0] not in offer.steps]
-                if not offers:
-                    raise
 
     async def _send_manifest(self, ask: GetManifest) -> None:
         lease = await self._leased(ask.encoding, ask.wait_s)
