@@ -36,6 +36,29 @@ async def test_a_script_is_told_what_to_do_and_what_machines_need(tmp_path: Path
     assert "secret" not in (tmp_path / "provisioner.log").read_text()
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"command": "./x", "environment": {"MODE": 3}}, r"fleet\.options\.environment\.MODE: a variable is a text"),
+        ({"command": "./x", "environment": {"MODE": "a\0b"}}, r"environment\.MODE has a NUL"),
+        ({"command": "./x", "environment": {"A=B": "c"}}, "'A=B' is no name"),
+        ({"command": "./x", "environment": {"": "c"}}, "'' is no name"),
+        ({"command": "./x", "environment": ["MODE"]}, r"fleet\.options\.environment: give a table"),
+        ({"command": "./x 'y"}, r"fleet\.options\.command: No closing quotation"),
+        ({"command": "./x\0"}, r"fleet\.options\.command has a NUL"),
+        ({"command": ["./x", 3]}, r"fleet\.options\.command: give a line"),
+        ({"command": 3}, r"fleet\.options\.command: give a line"),
+        ({"command": []}, r"fleet\.options\.command is empty"),
+    ],
+)
+def test_options_that_no_program_can_be_called_with_are_refused_when_it_is_made(
+    options: dict[str, object], says: str
+) -> None:
+    join = JoinOrder("run-7", "http://manager:7070", "secret")
+    with pytest.raises(ConfigError, match=says):
+        make_provisioner("command", join, options)
+
+
 async def test_a_list_may_tell_prices_and_what_has_ended(tmp_path: Path) -> None:
     lines = "i-1\\ni-2 price=5.32\\n\\ni-3 price=1 ended=spot interruption, no refund\\ni-4 ended\\n"
     assert await script(tmp_path, f"printf '{lines}'").list() == [
@@ -149,7 +172,7 @@ async def test_whatever_a_user_s_own_provisioner_does_is_told_and_ends_nothing()
     ("name", "options", "words"),
     [
         ("nobody", {}, "can't be made"),
-        ("command", {"command": ""}, "command is empty"),
+        ("command", {"command": ""}, "fleet.options.command is empty"),
         ("command", {}, "missing 1 required"),
         ("command", {"command": "x", "price": 3}, "unexpected keyword"),
         ("local", {"arguments": "--engine paced"}, "a list of words"),

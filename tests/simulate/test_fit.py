@@ -288,10 +288,30 @@ def test_fit_writes_a_profile_that_simulates(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [(["fit"], "which run"), (["fit", "gone"], "gone"), (["fit", ".", "--prices", "1,2"], "three numbers")],
+    [
+        (["fit"], "which run"),
+        (["fit", "gone"], "gone: can't be read"),
+        (["fit", "foreign"], "foreign:1: not an event"),
+        (["fit", "empty"], "too little in this run"),
+        (["fit", ".", "--prices", "1,2"], "three numbers"),
+        (["fit", "empty", "--machines", "3", "--steps", "3"], "--machines, --steps: of no use with"),
+        (["fit", "empty", "--seed", "3"], "--seed: of no use with"),
+        (["fit", "empty", "--grid", "machines=2"], "--grid: of no use with"),
+        (["fit", "empty", "--picture", "x.png"], "--picture: of no use with"),
+        (["fit", "empty", "--hour-worth", "3"], "--hour-worth: of no use with"),
+    ],
 )
-def test_a_fit_that_makes_no_sense_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulate", *words]) != 0
+def test_a_fit_that_makes_no_sense_is_refused(
+    words: list[str],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "foreign").write_text('{"some": "thing"}\n')
+    (tmp_path / "empty").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["simulate", *words]) == 2
     assert says in capsys.readouterr().err
 
 

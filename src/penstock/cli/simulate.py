@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, DataError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.simulate.outcome import Outcome
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.simulate.traces import Trace
     from penstock.simulate.tune import Tuned
 
+FIT_OPTIONS = ("--out", "--prices", "--json")
 CEILING = 32
 """Remote instances at most, where nothing is said."""
 
@@ -162,9 +163,18 @@ def _fit(args: argparse.Namespace) -> int:
 
     if args.run is None:
         raise ConfigError("penstock simulate fit RUN: which run? give its folder or its events.jsonl")
+    foreign = [name for name in _given(args) if name not in FIT_OPTIONS]
+    if foreign:
+        raise ConfigError(
+            f"{', '.join(foreign)}: of no use with `penstock simulate fit RUN`; simulate the profile that it makes"
+        )
     prices = _prices(args.prices)
     log = args.run / "events.jsonl" if args.run.is_dir() else args.run
-    seen = gather(read_events(log))
+    try:
+        seen = gather(read_events(log))
+    except DataError as error:
+        # As with a log that has too little: the run that was given is not one to fit.
+        raise ConfigError(str(error)) from None
     fitted = fit_profile(seen, prices)
     own = own_run(seen, fitted)
     fitted.notes.append(own.words if own is not None else "the log does not say which instances were there when")
@@ -175,6 +185,15 @@ def _fit(args: argparse.Namespace) -> int:
         raise ConfigError(f"--out {path}: can't be written: {error.strerror}") from None
     print(json.dumps(as_json(fitted), allow_nan=False) if args.json else f"{as_text(fitted)}\n{path}")
     return 0
+
+
+def _given(args: argparse.Namespace) -> list[str]:
+    """Options that have another value than by default."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args([args.profile]))
+    names = {name: f"--{name.replace('_', '-')}" for name in defaults if name not in ("profile", "run")}
+    return [option for name, option in names.items() if getattr(args, name) != defaults[name]]
 
 
 def _prices(words: str | None) -> Prices | None:
@@ -210,8 +229,8 @@ def _check(args: argparse.Namespace) -> None:
                 raise ConfigError(
                     f"{name} bounds the number that is asked for, and --machines fixes it; give --ceiling instead"
                 )
-    for name, is_given in (("--prices", args.prices is not None), ("--out", args.out is not None)):
-        if is_given:
+    for name in _given(args):
+        if name in ("--prices", "--out"):
             raise ConfigError(f"{name} is for `penstock simulate fit RUN`; prices of a profile are in its file")
     if args.trace is None and (args.sample != 1.0 or args.start_h != 0.0):
         raise ConfigError("--sample and --start-h are of a trace, and there is none; give --trace FILE")

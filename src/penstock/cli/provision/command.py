@@ -46,16 +46,14 @@ class CommandProvisioner:
     def __init__(
         self, join: JoinOrder, *, command: str | Sequence[str], environment: Mapping[str, str] | None = None
     ) -> None:
-        self._words = shlex.split(command) if isinstance(command, str) else list(command)
-        if not self._words:
-            raise ConfigError("command is empty; give the script that adds, releases and lists machines")
+        self._words = _words_of(command)
         self._log = Path(join.folder) / "provisioner.log" if join.folder else None
         self._environment = {
             **agents_environment(os.environ, join.token),
             "PENSTOCK_RUN": join.run,
             "PENSTOCK_MANAGER": join.manager_url,
             "PENSTOCK_JOIN": shlex.join(["penstock", *join.words()]),
-            **(environment or {}),
+            **_variables(environment),
         }
 
     async def add(self, count: int) -> Sequence[str]:
@@ -121,6 +119,41 @@ class CommandProvisioner:
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read(MOST_BYTES + 1).decode(errors="replace")
+
+
+def _words_of(command: object) -> list[str]:
+    """Raises ConfigError that names the key for what no program can be called by."""
+    key = "fleet.options.command"
+    try:
+        words = shlex.split(command) if isinstance(command, str) else command
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        raise ConfigError(f"{key}: give a line, or a list of texts")
+    if not words:
+        raise ConfigError(f"{key} is empty; give the script that adds, releases and lists machines")
+    if any("\0" in word for word in words):
+        raise ConfigError(f"{key} has a NUL, which no program can be given")
+    return list(words)
+
+
+def _variables(environment: object) -> dict[str, str]:
+    """Raises ConfigError that names the key for what can't be a variable. Values may be secret, and are not shown."""
+    key = "fleet.options.environment"
+    if environment is None:
+        return {}
+    if not isinstance(environment, Mapping):
+        raise ConfigError(f"{key}: give a table of variables, each a text")
+    for name, value in environment.items():
+        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+            raise ConfigError(f"{key}: {name!r} is no name of a variable")
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"{key}.{name}: a variable is a text, and this is {type(value).__name__}; put it in quotes"
+            )
+        if "\0" in value:
+            raise ConfigError(f"{key}.{name} has a NUL, which no variable can have")
+    return dict(environment)
 
 
 def _id_of(text: str, verb: str) -> str:
