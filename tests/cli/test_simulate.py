@@ -14,6 +14,7 @@ import pytest
 from penstock import cli
 from penstock.config.toml import write_toml
 from penstock.rollout import plan
+from penstock.simulate.outcome import Outcome
 from penstock.simulate.picture import check_picture
 from penstock.simulate.profiles import shipped, shipped_names
 from penstock.simulate.world import simulate
@@ -393,6 +394,42 @@ def test_a_policy_that_fails_is_told_in_one_line_and_the_rows_before_it_are_kept
     assert [line.split()[1] for line in said.out.splitlines()[1:]] == ["rlboost"]
     assert says in said.err
     assert len(said.err.splitlines()) == 1
+
+
+def test_a_run_that_can_t_go_on_ends_in_words(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    nobody = ["--machines", "0", "--grid", "reserved_instances=0", "--strategies", "rlboost"]
+    assert cli.main(["simulate", small, *nobody, "--steps", "1"]) == 1
+    assert "rlboost: step 0 can't end: no token was drawn for" in capsys.readouterr().err
+    assert cli.main(["simulate", small, *nobody, "--hours", "3"]) == 1
+    assert "no step ended within --hours 3: step 0 can't end" in capsys.readouterr().err
+
+
+def test_steps_that_ended_before_the_last_machine_left_are_shown_with_why_there_are_no_more(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("0,add,a\n0,add,b\n400000,remove,a\n400000,remove,b\n14400000,add,c\n")
+    words = ["--trace", str(path), "--grid", "reserved_instances=0", "--strategies", "rlboost", "--hours", "3"]
+    assert cli.main(["simulate", small, *words]) == 0
+    said = capsys.readouterr()
+    assert [line.split()[1] for line in said.out.splitlines()[1:]] == ["rlboost"]
+    assert re.search(r"note: rlboost on reserved_instances=0: step \d+ can't end", said.err)
+
+
+def test_hours_hold_where_no_step_ends_in_them(
+    small: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Outcome] = []
+
+    def simulated(*args: Any, **kwargs: Any) -> Outcome:
+        runs.append(simulate(*args, **kwargs))
+        return runs[-1]
+
+    monkeypatch.setattr("penstock.simulate.world.simulate", simulated)
+    words = ["--machines", "0", "--strategies", "colocated", "--hours", "0.01", "--grid", "lengths.max_tokens=32000"]
+    assert cli.main(["simulate", small, *words, "--grid", "lengths.median_tokens=16000"]) == 2
+    assert [run.end_s for run in runs] == pytest.approx([36.0], abs=1.0)
+    assert f"its first one had {runs[0].left_over} by then" in capsys.readouterr().err
 
 
 def test_without_prices_there_is_no_cost(small: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -299,13 +299,13 @@ def _compare(args: argparse.Namespace, found: _Compared, machines: int | None, s
         tuned = tune(name, profile, trace, machines=fixed, ceiling=ceiling, seed=args.seed, **limit)
         strategy = made(name, tuned)
         outcome = simulate(profile, trace, strategy, seed=args.seed, **limit)
+        who = f"{strategy.name} on {setting}"
         if not outcome.steps:
-            # A strategy is of one run: it has learned.
-            strategy = made(name, tuned)
-            first = simulate(profile, trace, strategy, seed=args.seed, steps=1)
-            raise ConfigError(
-                f"{strategy.name} on {setting}: no step ended within --hours {args.hours:g}; its first one takes "
-                f"{first.wall_s / 3600:.2g} hours"
-            )
+            none = f"{who}: no step ended within --hours {args.hours:g}"
+            if outcome.stuck:
+                raise PenstockError(f"{none}: {outcome.stuck}")
+            raise ConfigError(f"{none}; its first one had {outcome.left_over} by then; give more hours, or --steps 1")
+        if outcome.stuck:
+            print(f"note: {who}: {outcome.stuck}", file=sys.stderr)
         found.rows.append(row_of(outcome, profile, setting, strategy.spot, tuned.words))
         found.outcomes.append(outcome)

@@ -15,20 +15,24 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self.pending = 0
+        """Events to come that bring something about."""
+        self._heap: list[tuple[float, int, Callable[[], None], bool]] = []
         self._numbers = itertools.count()
 
-    def at(self, when_s: float, what: Callable[[], None]) -> None:
-        """A moment that has passed is now."""
-        heapq.heappush(self._heap, (max(when_s, self.now), next(self._numbers), what))
+    def at(self, when_s: float, what: Callable[[], None], *, idle: bool = False) -> None:
+        """A moment that has passed is now. `idle`: it may bring nothing about, however often it comes."""
+        self.pending += not idle
+        heapq.heappush(self._heap, (max(when_s, self.now), next(self._numbers), what, idle))
 
-    def after(self, delay_s: float, what: Callable[[], None]) -> None:
-        self.at(self.now + delay_s, what)
+    def after(self, delay_s: float, what: Callable[[], None], *, idle: bool = False) -> None:
+        self.at(self.now + delay_s, what, idle=idle)
 
     def run(self, until: Callable[[], bool]) -> bool:
         """Until a condition holds after an event (True), or nothing is left to do (False)."""
         while self._heap:
-            self.now, _, what = heapq.heappop(self._heap)
+            self.now, _, what, idle = heapq.heappop(self._heap)
+            self.pending -= not idle
             self.events += 1
             what()
             if until():

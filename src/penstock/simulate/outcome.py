@@ -65,6 +65,10 @@ class Outcome:
     """Remote instances of each step."""
     end_s: float = 0.0
     events: int = 0
+    left_over: str = ""
+    """How far the step came that had not ended, in words."""
+    stuck: str = ""
+    """Why that one can't end; empty where it may."""
 
     def close(self, now: float, events: int) -> None:
         self.end_s, self.events = now, events

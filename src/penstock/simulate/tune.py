@@ -54,7 +54,8 @@ def tune(
     if name == "disaggregated" and machines is None:
         number = best_number(lambda count: _worth(profile, count, seed), ceiling)
         return Tuned(number, Tuning(), f"{number} on demand")
-    if name in ("rlboost", "rlboost-forgetful"):
+    if name in ("rlboost", "rlboost-forgetful") and profile.reserved_instances:
+        # Else nobody generates in a window, whichever it is.
         most = min(steps or WINDOW_STEPS, WINDOW_STEPS)
 
         def reached(tuning: Tuning) -> float:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from penstock.errors import PenstockError
 from penstock.rollout.answers import ask_moves, ask_order, ask_picks, tell
 from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue
 from penstock.rollout.balancing import MOVES_S
@@ -31,17 +32,18 @@ from penstock.simulate.outcome import Outcome, StepOutcome
 from penstock.simulate.planning import plan_step
 from penstock.simulate.profiles import Profile
 from penstock.simulate.remotes import Remotes
+from penstock.simulate.stillness import Stillness
 from penstock.simulate.strategy import Strategy
 from penstock.simulate.traces import Trace
 
-__all__ = ["World", "simulate"]
+__all__ = ["Step", "World", "simulate"]
 
 JUST = 1e-6
 """Seconds: times that are added up are due a little early rather than a round late."""
 
 
 @dataclass(eq=False)
-class _Step:
+class Step:
     number: int
     began_s: float
     samples: list[SimSample]
@@ -95,22 +97,29 @@ class World:
         self._reported_at = self._moved_at = 0.0
         self._leases: dict[int, SimSample] = {}
         self._lease_numbers = itertools.count(1)
-        self.step: _Step | None = None
+        self.step: Step | None = None
+        self._stillness = Stillness(self)
 
     # ---- the run
 
     def run(self, steps: int | None = None, duration_s: float | None = None) -> Outcome:
-        """So many steps, or as many as end within a time."""
+        """So many steps, or as many as end within a time. Raises PenstockError for a step that can't end.
+
+        Within a time such a step is only the last one, which has not ended: the outcome says so.
+        """
         most_steps, most_s = steps or 10**9, duration_s or float("inf")
         self.remotes.start()
         self._begin()
-        self.clock.after(TICK_S, self._tick)
-        finished = self.clock.run(
-            lambda: len(self.outcome.steps) >= most_steps or self.clock.now >= most_s or self.step is None
+        self.clock.after(TICK_S, self._tick, idle=True)
+        self.clock.run(
+            lambda: len(self.outcome.steps) >= most_steps or self.clock.now >= most_s or bool(self.outcome.stuck)
         )
-        if not finished and self.step is not None:
-            raise RuntimeError(f"{self.strategy.name}: step {self.step.number} is stuck at {self.clock.now:.0f} s")
-        self.outcome.close(self.clock.now, self.clock.events)
+        step, stuck = self._now_step(), self.outcome.stuck
+        if stuck and duration_s is None:
+            raise PenstockError(f"{self.strategy.name}: {stuck}")
+        self.outcome.left_over = f"{step.finished} of {len(step.samples)} samples"
+        # Until a time is up nothing else would happen in a step that can't end.
+        self.outcome.close(most_s if stuck else self.clock.now, self.clock.events)
         return self.outcome
 
     def machines(self) -> list[Machine]:
@@ -121,7 +130,7 @@ class World:
         number = len(self.outcome.steps)
         profile = self.profile
         samples = self._samples(number)
-        self.step = step = _Step(number, self.clock.now, samples)
+        self.step = step = Step(number, self.clock.now, samples)
         step.groups = dict.fromkeys(range(profile.prompts), profile.samples_per_prompt)
         self.remotes.new_version()
         self.training = False
@@ -129,9 +138,9 @@ class World:
             self._hand_over(first=True)
         else:
             self._opening = True
-            self.clock.after(profile.training.switch_s, lambda: self._open(step))
+            self.clock.after(profile.training.switch_s, lambda: self._open(step), idle=True)
 
-    def _open(self, step: _Step) -> None:
+    def _open(self, step: Step) -> None:
         self._opening = False
         if step is self.step and not self.window_open:
             self.window_open = True
@@ -171,7 +180,7 @@ class World:
         self._order_moved(step)
         self.training = True
         self._busy = True
-        self.clock.after(switch_s, lambda: self._trainer_free(step))
+        self.clock.after(switch_s, lambda: self._trainer_free(step), idle=True)
         self.dispatch()
 
     @property
@@ -192,11 +201,12 @@ class World:
             # Nobody else is left: the trainer's machines complete the step.
             self.training = False
             self._idle_over(step)
-            self.clock.after(self.profile.training.switch_s, lambda: self._open(step))
+            self.clock.after(self.profile.training.switch_s, lambda: self._open(step), idle=True)
         if now - self._moved_at > MOVES_S - JUST:
             self._moved_at = now
             self._move()
-        self.clock.after(TICK_S, self._tick)
+        self.outcome.stuck = self._stillness.look(step)
+        self.clock.after(TICK_S, self._tick, idle=True)
 
     # ---- work
 
@@ -237,7 +247,7 @@ class World:
         self._leases.pop(sample.lease, None)
         self._now_step().moved.append(sample)
 
-    def _order_moved(self, step: _Step) -> None:
+    def _order_moved(self, step: Step) -> None:
         rows = list(step.moved)
         columns = [int(sample.done) for sample in rows], [sample.prompt for sample in rows]
         step.moved = deque(rows[k] for k in ask_order(self.strategy.balance, *columns))
@@ -266,7 +276,7 @@ class World:
         machine.settle(self.clock.now)
         due, epoch = machine.next_at(), machine.epoch
         if due is not None:
-            self.clock.at(due, lambda: self._machine_event(machine, epoch))
+            self.clock.at(due, lambda: self._machine_event(machine, epoch), idle=True)
 
     def _machine_event(self, machine: Machine, epoch: int) -> None:
         if machine.epoch != epoch:
@@ -336,7 +346,7 @@ class World:
         else:
             self._scored(step, sample)
 
-    def _scored(self, step: _Step, sample: SimSample) -> None:
+    def _scored(self, step: Step, sample: SimSample) -> None:
         step.scored += 1
         step.groups[sample.prompt] -= 1
         if not step.groups[sample.prompt]:
@@ -347,7 +357,7 @@ class World:
         if self.training and not self._busy and step.groups[sample.prompt] == 0:
             self._train(step)
 
-    def _train(self, step: _Step) -> None:
+    def _train(self, step: Step) -> None:
         """Begins a micro-batch, where enough is complete."""
         per = self.profile.samples_per_prompt
         whole = step.scored == len(step.samples)
@@ -364,7 +374,7 @@ class World:
         self._busy = True
         self.clock.after(wall_s, lambda: self._trainer_free(step))
 
-    def _trainer_free(self, step: _Step) -> None:
+    def _trainer_free(self, step: Step) -> None:
         if step is not self.step:
             return
         self._busy = False
@@ -375,12 +385,12 @@ class World:
         if not self._busy and step.idle_since is None:
             step.idle_since = self.clock.now
 
-    def _idle_over(self, step: _Step) -> None:
+    def _idle_over(self, step: Step) -> None:
         if step.idle_since is not None:
             step.wait_s += self.clock.now - step.idle_since
             step.idle_since = None
 
-    def _end(self, step: _Step) -> None:
+    def _end(self, step: Step) -> None:
         now = self.clock.now
         remote = self.remotes.settle_step(step.began_s, now)
         times = StepTimes(
@@ -414,14 +424,14 @@ class World:
         self.remotes.want(self.strategy.size.ended(times, predictor))
         self._begin()
 
-    def _spans(self, step: _Step) -> dict[str, tuple[tuple[float, float], ...]]:
+    def _spans(self, step: Step) -> dict[str, tuple[tuple[float, float], ...]]:
         found = {}
         for machine in [*self.reserved, *self.remotes.all_since(step.began_s)]:
             found[machine.name] = tuple(machine.spans)
             machine.spans.clear()
         return found
 
-    def _now_step(self) -> _Step:
+    def _now_step(self) -> Step:
         if self.step is None:
             raise RuntimeError("no step is open")
         return self.step
