@@ -68,6 +68,11 @@ def test_rlboost_s_first_window_fits_the_profile_and_makes_it_faster(name: str) 
     assert speed(tuned.tuning) > 1.1 * speed(Tuning())
 
 
+def test_a_run_without_reserved_engines_has_no_window_to_tune() -> None:
+    profile = small_profile(reserved_instances=0)
+    assert tune("rlboost", profile, static_trace(2, EVER), machines=2, steps=1).tuning == Tuning()
+
+
 @pytest.mark.parametrize("name", ["colocated", "penstock", "rlboost-no-seeding", "mine:Policy"])
 def test_what_has_nothing_to_be_tuned_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.simulate.world.simulate", lambda *_, **__: pytest.fail("simulated"))
