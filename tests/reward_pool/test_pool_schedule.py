@@ -208,6 +208,27 @@ def order(scheduler: Scheduler, now: float = 0.0) -> list:
     return started
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_once_the_money_is_spent_every_job_that_waits_hears_of_it(others: int) -> None:
+    declared = [Endpoint("http://a", models=("m",), concurrency=2, price_per_request=0.5)]
+    declared += [Endpoint("http://b", models=("other",))] * others
+    scheduler = Scheduler(declared, PoolOptions(max_spend=1.0, hedge_share=0))
+    jobs = [scheduler.submit(n, 0.0, model="m") for n in range(6)]
+    for attempt in scheduler.dispatch(0.0):
+        scheduler.report(attempt, DONE, 0.0)
+    assert scheduler.dispatch(0.0) == []
+    assert scheduler.waiting == 0
+    assert [type(job.error) for job in jobs] == [type(None)] * 2 + [BudgetSpent] * 4
+
+
+def test_a_job_that_the_money_still_covers_is_not_kept_by_a_dearer_one_before_it() -> None:
+    scheduler = one(PoolOptions(max_spend=10.0, hedge_share=0), price_per_1k_tokens=1.0)
+    dear, cheap = scheduler.submit("dear", 0.0, tokens=20_000), scheduler.submit("cheap", 0.0, tokens=1000)
+    (attempt,) = scheduler.dispatch(0.0)
+    assert attempt.job is cheap
+    assert type(dear.error) is BudgetSpent
+
+
 def test_higher_priority_goes_first_and_aging_bounds_how_long() -> None:
     scheduler = one(PoolOptions(aging_s=10), concurrency=1)
     scheduler.submit("old", 0.0)

@@ -169,11 +169,12 @@ class Scheduler:
 
     def _place(self, route: Route, now: float) -> Attempt | None:
         """Starts one job of a route at the place that serves it best, if that place can take it now."""
-        found = pick(route, self._routes.values(), now, self.options, self.ledger)
-        if isinstance(found, tuple):
-            return self._start(*found, now)
-        if found is Nowhere.UNAFFORDABLE:
-            self._unaffordable(route)
+        while route.queue:
+            found = pick(route, self._routes.values(), now, self.options, self.ledger)
+            if isinstance(found, tuple):
+                return self._start(*found, now)
+            if found is not Nowhere.UNAFFORDABLE or not self._unaffordable(route):
+                break
         return None
 
     def _start(self, job: Job, place: Place, now: float, hedge: bool = False) -> Attempt:
@@ -190,15 +191,17 @@ class Scheduler:
         self._live[attempt] = None
         return attempt
 
-    def _unaffordable(self, route: Route) -> None:
-        """No place is affordable for a route's first job: it waits for reservations, or fails where there are none."""
-        if not self._live:
-            job = route.queue.pop()
-            self._waiting -= 1
-            self._finish(
-                job,
-                BudgetSpent(f"{self.ledger.spent:.4g} of the pool's max_spend of {self.options.max_spend} is spent"),
-            )
+    def _unaffordable(self, route: Route) -> bool:
+        """No place is affordable for a route's first job: it waits for reservations, or fails where there are none.
+        Then the next one is to be looked at: no event will come for it."""
+        if self._live:
+            return False
+        job = route.queue.pop()
+        self._waiting -= 1
+        self._finish(
+            job, BudgetSpent(f"{self.ledger.spent:.4g} of the pool's max_spend of {self.options.max_spend} is spent")
+        )
+        return True
 
     # Hedges
 
