@@ -130,7 +130,7 @@ class Holdings:
         with self._lock:
             held = self._versions.get(version)
             if held is None:
-                raise self._not_held(version)
+                raise self._not_held(f"weight version {version}")
             held.readers += 1
             return held
 
@@ -217,7 +217,7 @@ class Holdings:
         if found is not None and not _failed(found):
             return found
         if version not in self._versions:
-            raise self._not_held(version)
+            raise self._not_held(f"weight version {version}")
         found = self._quantized[version, scheme] = self._encoder.submit(
             version, partial(self._quantized_version, version, scheme)
         )
@@ -243,7 +243,7 @@ class Holdings:
         held = self._versions.get(key.version)
         base = None if key.base is None else self._versions.get(key.base)
         if held is None or (key.base is not None and base is None):
-            raise NoSuchVersion(f"it does not hold {key} (held: {self._names()})")
+            raise self._not_held(key)
         if base is not None and not comparable(base.manifest, held.manifest):
             raise NoSuchVersion(f"it has no difference of version {key.version} to {key.base}: other tensors")
         scheme = scheme_of_codec(key.codec)
@@ -281,12 +281,9 @@ class Holdings:
             for one in held:
                 self.release(one)
 
-    def _not_held(self, version: int) -> NoSuchVersion:
+    def _not_held(self, what: object) -> NoSuchVersion:
         """The lock is held by the caller."""
-        return NoSuchVersion(f"it does not hold weight version {version} (held: {self._names()})")
-
-    def _names(self) -> str:
-        return ", ".join(map(str, self._versions)) or "none"
+        return NoSuchVersion(f"it does not hold {what} (held: {', '.join(map(str, self._versions)) or 'none'})")
 
     # ---- what is offered
 
@@ -303,7 +300,7 @@ class Holdings:
         with self._lock:
             held = self._versions.get(ask.version)
             if held is None:
-                raise self._not_held(ask.version)
+                raise self._not_held(f"weight version {ask.version}")
             new = self._shown(ask.version, ask.scheme)
             if new is None:
                 raise NotReady(f"weight version {ask.version} is not quantized to {ask.scheme} yet")
