@@ -223,13 +223,15 @@ class World:
     def publish(self, version: int) -> None:
         self.trainer(VersionPublished(version=version, source=f"store:{version}"))
 
-    def join(self, name: str = "engine", max_running: int = 4, context_tokens: int = 1024) -> SimulatedAgent:
+    def join(
+        self, name: str = "engine", max_running: int = 4, context_tokens: int = 1024, host: str = "here"
+    ) -> SimulatedAgent:
         self._peers += 1
         agent = SimulatedAgent(f"peer-{self._peers}", context_tokens=context_tokens)
         self.agents[agent.peer] = agent
         self.carry_out(self.manager.on_agent_connected(agent.peer, self.now))
         hello = AgentHello(
-            name=name, engine="simulated", pid=1, host="here", max_running=max_running, max_context_tokens=1024
+            name=name, engine="simulated", pid=1, host=host, max_running=max_running, max_context_tokens=1024
         )
         self.send(agent, hello)
         return agent

@@ -420,7 +420,7 @@ def test_a_manager_says_what_those_before_it_had_taken_from_each_instance(tmp_pa
     other = world.join_ready("other", max_running=2)
     world.lose(next(iter(world.agents.values())))
     world.play(other, 1)
-    taken = {name: tokens for name, tokens in world.manager.accepted.items() if tokens}
+    taken = {name: tokens for name, tokens in world.manager.agents.accepted.items() if tokens}
     assert set(taken) == {"engine", "other"}
     world.die()
     for _ in range(2):

@@ -63,7 +63,9 @@ def test_a_file_for_a_manager_of_one_s_own_is_read_and_refused_by_its_keys(tmp_p
         ('run = "r"\n[fleet]\nceilling = 3\n', "fleet.ceilling"),
         ('run = "r"\n[fleet]\nfloor = 9\n', "over fleet.ceiling"),
         ('run = "r"\n[fleet]\nprice_per_h = 9\n', "no machine would be worth its price"),
-        ('run = "r"\n[fleet]\nprovisioner = "local"\nbudget = 9\n', "needs fleet.price_per_h"),
+        ('run = "r"\n[fleet]\nprovisioner = "local"\nbudget = 9\n', "fleet.budget needs fleet.price_per_h"),
+        ('run = "r"\n[fleet]\nprovisioner = "ray"\nbudget_per_h = 9\n', "fleet.budget_per_h needs fleet.price_per_h"),
+        ('run = "r"\n[fleet]\nprovisioner = "kubernetes"\nbudget = 9\n', "'kubernetes' tells no prices"),
         ("run = ", "neither TOML nor JSON"),
         ('run = "a b"\n[fleet]\n', "run: "),
     ):

@@ -16,7 +16,8 @@ from penstock.rollout.balance import InstanceLoad, Move, Queue, ShortestQueue
 from penstock.rollout.client import RolloutClient
 from penstock.rollout.fleet import FleetConfig
 from penstock.rollout.manager import ManagerConfig
-from penstock.rollout.provision_types import ProvisionConfig, Seen
+from penstock.rollout.outbox import Decisions
+from penstock.rollout.provision_types import Add, Call, ProvisionConfig, Seen
 
 
 class Nonsense(ShortestQueue):
@@ -165,5 +166,27 @@ async def test_machines_are_released_though_the_policy_has_failed() -> None:
             await remote.until(lambda: remote.agent.draining)
             # It leaves as agents do that are asked to.
             await remote.socket.close()
+        await server.close()
+        assert provisioner.released == ["rented-0"]
+
+
+async def test_an_error_over_a_provisioners_answer_ends_the_run_and_machines_are_still_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(manager=config("OneBatch")) as server:
+        provisioner = Rented()
+        taken = server.manager.on_provisioner
+        broken = True
+
+        def answered(call: Call, *told: object) -> Decisions:
+            if broken and isinstance(call, Add):
+                raise ValueError("no such machine")
+            return taken(call, *told)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(server.manager, "on_provisioner", answered)
+        server.provide(ProvisionConfig(), provisioner, release_s=20.0)
+        with pytest.raises(ValueError, match="no such machine"):
+            await asyncio.wait_for(server.failed(), 20.0)
+        broken = False
         await server.close()
         assert provisioner.released == ["rented-0"]

@@ -240,6 +240,52 @@ def test_an_engine_that_dies_while_it_hands_over_is_not_waited_for() -> None:
     assert len(world.granted) == 1
 
 
+@pytest.mark.parametrize("window_s", [100.0, -1.0])
+def test_a_window_of_which_no_engine_is_left_is_not_waited_for_and_counts_as_the_trainers_waiting(
+    window_s: float,
+) -> None:
+    world = TurnWorld()
+    own, _spot = world.join_as("own", reserved=True), world.join_as("spot", reserved=False)
+    world.say("begins", window_s=window_s)
+    world.trainer(submit(samples_per_prompt=8, max_new_tokens=60, deadline_s=1e6))
+    world.pass_time(1.0)
+    world.lose(own)
+    world.pass_time(3.0)
+    assert world.turn is Turn.GENERATING, "an engine that is started again has the rest of the window"
+    world.say("wants", window_s=window_s)
+    world.pass_time(0.1)
+    assert len(world.granted) == 1
+    assert world.told("closed")[-1].cause == "no engine of its own is left"
+    assert world.granted[0].window_s == pytest.approx(1.0, abs=0.2)
+    assert world.manager.windows.state(world.now)["trainer_wait_s"] == pytest.approx(3.0, abs=0.2)
+
+
+def test_a_machine_that_is_about_to_be_released_is_not_handed_samples_and_is_waited_for_with_what_it_has() -> None:
+    world = TurnWorld()
+    own, spot = world.join_as("own", reserved=True), world.join_as("spot", reserved=False)
+    world.say("begins", window_s=0.0)
+    world.trainer(submit(samples_per_prompt=8, max_new_tokens=60, deadline_s=1e6))
+    assert (len(own.sequences), len(spot.sequences)) == (0, 6)
+    leaving = world.manager.fleet.get(spot.peer)
+    assert leaving is not None
+    leaving.cordoned = True
+    world.say("waits", window_s=0.0)
+    assert world.turn is Turn.GENERATING
+    assert len(own.sequences) == 2, "nobody else may have those that wait"
+    world.play(own, 60)
+    world.say("wants", window_s=0.0)
+    world.hand_over()
+    assert len(world.granted) == 1, "the engines have nothing to do until it has ended its six, or is lost"
+    world.say("waits", window_s=0.0)
+    world.pass_time(0.1)
+    assert world.turn is Turn.FREE
+    world.lose(spot)
+    world.pass_time(0.1)
+    assert world.turn is Turn.GENERATING
+    world.play_out()
+    assert world.done["train-0"].samples == 8
+
+
 def test_an_evaluation_that_is_left_over_is_generated_here_once_the_step_is_trained_on() -> None:
     world = TurnWorld()
     own = world.join_as("own", reserved=True)
@@ -316,7 +362,9 @@ def world_heartbeat() -> Any:
     return Heartbeat(running=0, waiting=0, kv_tokens=0, tokens_generated=0, tokens_prefilled=0, tokens_per_s=0.0)
 
 
-ACTIONS = st.sampled_from(["draw", "draw", "draw", "time", "join", "lose", "hand over", "wants", "waits", "own dies"])
+ACTIONS = st.sampled_from(
+    ["draw", "draw", "draw", "time", "join", "lose", "leaves", "hand over", "wants", "waits", "own dies", "own is back"]
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -349,14 +397,24 @@ def test_whatever_happens_a_step_ends_and_no_engine_runs_while_the_trainer_has_i
             world.lose(next(agent for agent in alive if agent in spots))
         elif action == "own dies" and any(agent in owns for agent in alive):
             world.lose(next(agent for agent in alive if agent in owns))
+        elif action == "own is back" and not any(agent in owns for agent in alive):
             owns.append(world.join_as(f"own-{len(owns)}", reserved=True))
+        elif action == "leaves" and any(agent in spots for agent in alive):
+            leaving = world.manager.fleet.get(next(agent for agent in alive if agent in spots).peer)
+            assert leaving is not None
+            leaving.cordoned = True
         elif action == "hand over":
             world.hand_over()
         elif action in ("wants", "waits"):
             world.say(action, window_s=window_s)
+            if action == "wants" and not any(agent in owns for agent in alive):
+                world.pass_time(0.1)
+                assert world.turn is Turn.TRAINING, "there is nobody to wait for"
         check()
         world.answer(turns)
         check()
+    if not any(agent in owns for agent in world.agents.values()):
+        owns.append(world.join_as(f"own-{len(owns)}", reserved=True))
     # The trainer has trained on what there was, and waits for the rest: it comes, whoever is left.
     world.say("waits", window_s=window_s)
     for _ in range(200):

@@ -125,6 +125,7 @@ class Balancing:
             coming=coming,
             near=next((k for k, load in enumerate(loads) if load.instance == near), -1) if near else -1,
             elapsed_s=elapsed_s,
+            finished=batch.finished,
         )
         return ask_picks(self.policy, queue, loads)
 

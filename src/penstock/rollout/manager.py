@@ -1,9 +1,9 @@
 """The rollout manager: joins tracker, fleet and dispatch policy, and is as pure as they are.
 
-Frames and `now` go in, frames, events and journal records come out (`Decisions`). It decides which weights an instance
-loads and when, which instances get work, and when waiting becomes an error; what the trainer is owed is decided by its
-`trainer_side`. It refuses to know sockets, clocks, files and encodings: the service, the tests, the benchmark and the
-simulator drive the same object.
+Frames and `now` go in, frames, events and journal records come out (`Decisions`). It decides when which of its parts is
+asked, and when waiting becomes an error; `trainer_side`, `agent_side` and `machine_side` have the frames and answers of
+whom they are named after. It refuses to know sockets, clocks, files and encodings: the service, the tests, the
+benchmark and the simulator drive the same object.
 
 Peers are named by whoever holds the sockets; the trainer is `TRAINER`. `now` is in seconds on any clock that never
 goes back; `wall_offset_s` turns it into seconds since 1970 for events.
@@ -11,24 +11,24 @@ goes back; `wall_offset_s` turns it into seconds since 1970 for events.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import WireError
-from penstock.observe.events import ConnectionRefused, Event, FrameRefused, RowsRefused
+from penstock.observe.events import ConnectionRefused, Event
+from penstock.rollout.agent_side import AgentSide
 from penstock.rollout.balance import BalancePolicy, load_policy
 from penstock.rollout.balancing import Balancing
 from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.blame import Blame
 from penstock.rollout.dispatching import Dispatching
-from penstock.rollout.fleet import Fleet, FleetConfig, Instance, State
-from penstock.rollout.journal import Died, struck_records, tokens_record
+from penstock.rollout.fleet import Fleet, FleetConfig, Instance
 from penstock.rollout.journal_replay import Recovered
 from penstock.rollout.journal_snapshot import Snapshot
+from penstock.rollout.machine_side import MachineSide
 from penstock.rollout.outbox import TRAINER, Decisions, Outbox
-from penstock.rollout.provision_types import Add, Call, InstanceView, ProvisionConfig, Release
+from penstock.rollout.provision_types import Call, ProvisionConfig
 from penstock.rollout.provisioning import Provisioning
 from penstock.rollout.stalls import Stalls
 from penstock.rollout.tracker import Tracker
@@ -39,37 +39,23 @@ from penstock.rollout.windows import Windows
 from penstock.rollout.worklog import WorkLog
 from penstock.wire import (
     MAX_FRAME_BYTES,
-    AgentHello,
     BatchFailed,
     CancelBatch,
-    Drain,
     FleetStatus,
     FrameFromManager,
     FrameToManager,
-    Goodbye,
-    HandedOver,
-    Heartbeat,
-    LoadFailed,
     ReleaseBatch,
     StepReport,
     SubmitBatch,
-    TokenFrame,
     TrainerHello,
     TrainerTurn,
     VersionPublished,
-    VersionReady,
-    Welcome,
 )
 
 __all__ = ["TICK_S", "TRAINER", "Decisions", "Manager", "ManagerConfig"]
 
 TICK_S = 0.1
 """Between two calls of `Manager.tick`, by whoever drives it."""
-
-CAUSES_TOLD = 20
-"""Causes of refused rows told apart at one tick; the rest are counted as one."""
-CAUSES_OF_DISTRUST = 3
-"""Named where an instance is refused for its rows; each may have a token of its own in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +99,11 @@ class Manager:
         self._out = Outbox(wall_offset_s, min(config.max_frame_bytes, MAX_FRAME_BYTES))
         self.counts = self._out.counts
         self.tracker = Tracker(config.max_strikes)
-        self.blame = Blame(config.max_strikes)
         self.tracker.begin_epoch(epoch)
         self.balancing = Balancing(self.policy, self.tracker, WorkLog(self._emit, lambda: self._ts))
         self.epoch = epoch
         self.fleet = Fleet(config.fleet, self._emit, wall_offset_s)
         self.wall_offset_s = wall_offset_s
-        self.stalls = Stalls(self.tracker, self.fleet, config.stall_s)
         self.versions = Versions(self.tracker, self.fleet)
         self.waiting = Waiting(
             self.tracker, self.fleet, self.versions, self._emit, config.announce_wait_s, wall_offset_s
@@ -134,18 +118,25 @@ class Manager:
             frame_bytes=config.max_frame_bytes,
         )
         self.windows = Windows(
-            self.tracker, self.fleet, self.policy, self._out, self.balancing.load, self._give_back, self._rearrange
+            self.tracker, self.fleet, self.policy, self._out, self.balancing.load, self._given_back, self._rearrange
         )
         self.dispatching = Dispatching(
             *(self.tracker, self.fleet, self.versions, self.balancing, self.windows, self._out),
             self.trainer.batch,
             most_pending=config.max_pending_per_instance,
         )
-        self.accepted: Counter[str] = Counter()
-        """Output tokens taken by this manager and those before it, by the name of the instance that drew them."""
-        self.provisioning: Provisioning | None = None
-        """None: nobody adds machines for this manager."""
-        self._rows_refused: Counter[tuple[str, str]] = Counter()
+        self.machines = MachineSide(self.tracker, self.fleet, self._out, lambda who, why: self.agents.drain(who, why))
+        self.blame = Blame(config.max_strikes)
+        self.agents = AgentSide(
+            *(self.tracker, self.fleet, self.versions, self.balancing, self.windows, self.dispatching, self.blame),
+            Stalls(self.tracker, self.fleet, config.stall_s),
+            self._out,
+            deliver=self._deliver,
+            rearrange=self._rearrange,
+            left=self.machines.left,
+            frame_steps=config.frame_steps,
+            max_context_tokens=config.max_context_tokens,
+        )
         self._status_at = float("-inf")
 
     # ---- the journal
@@ -154,9 +145,7 @@ class Manager:
         """Takes up where an earlier manager ended; to be called before anybody connects."""
         self._now = now
         self.epoch = recovered.epoch + 1
-        self.accepted.update(recovered.accepted)
-        self.blame.restore(died_at - self.wall_offset_s for died_at in recovered.deaths)
-        self.tracker.strikes_needed = self.blame.strikes_needed(now)
+        self.agents.restore(recovered)
         self.tracker.begin_epoch(self.epoch)
         self.trainer.restore(recovered)
         self.windows.restore(recovered.windows)
@@ -179,7 +168,7 @@ class Manager:
             self.tracker,
             self.trainer.every_batch(),
             names={instance.id: instance.name for instance in self.fleet},
-            accepted=self.accepted,
+            accepted=self.agents.accepted,
             deaths=[died_at + self.wall_offset_s for died_at in self.blame.deaths()],
             windows=self.windows.memory.rows.values(),
         )
@@ -193,32 +182,19 @@ class Manager:
 
     def on_agent_frame(self, peer: str, frame: FrameToManager, now: float) -> Decisions:
         self._now = now
-        instance = self.fleet.get(peer)
-        if instance is None:
-            # Its connection was given up a moment ago; the frame crossed the farewell.
-            self.counts.frames_refused += 1
-            return self._decided()
-        instance.heard_at = now
-        try:
-            self._agent_frame(instance, frame)
-        except WireError as error:
-            self._refuse_agent(instance, str(error))
+        self.agents.frame(peer, frame)
         return self._decided()
 
     def on_agent_refused(self, peer: str, cause: str, now: float) -> Decisions:
         """It sent something that is no frame at all."""
         self._now = now
-        instance = self.fleet.get(peer)
-        if instance is not None:
-            self._refuse_agent(instance, cause)
+        self.agents.refused(peer, cause)
         return self._decided()
 
     def on_agent_lost(self, peer: str, cause: str, now: float) -> Decisions:
         """Its connection has ended. Its samples go on elsewhere, from their last token."""
         self._now = now
-        instance = self.fleet.get(peer)
-        if instance is not None:
-            self._lose(instance, cause, orderly=instance.state is State.DRAINING, may_live=True)
+        self.agents.lost(peer, cause)
         return self._decided()
 
     def on_connection_refused(self, peer: str, door: str, cause: str, times: int, now: float) -> Decisions:
@@ -279,41 +255,25 @@ class Manager:
     ) -> Decisions:
         """From now on machines are asked for and released. `saved`: the account of an earlier manager of the run."""
         self._now = now
-        self.provisioning = Provisioning(config, self._emit, self.wall_offset_s, reserved_engines)
-        if saved is not None:
-            try:
-                self.provisioning.restore(saved, now)
-            except (KeyError, TypeError, ValueError) as error:
-                self._warn(f"what an earlier manager spent on machines is not known: {error!r}", "provisioner")
+        self.machines.provide(config, reserved_engines, saved)
         return self._decided()
 
     def on_provisioner(self, call: Call, result: Sequence[Any] | None, cause: str, now: float) -> Decisions:
         """A call was answered, or failed for this cause."""
         self._now = now
-        if self.provisioning is not None:
-            machines = self.provisioning.machines
-            if cause:
-                machines.failed(call.call, cause, now)
-            elif isinstance(call, Add):
-                machines.added(call.call, result or (), now)
-            elif isinstance(call, Release):
-                machines.released(call.call, now)
-            else:
-                machines.listed(call.call, result or (), now)
+        self.machines.answered(call, result, cause)
         return self._decided()
 
     def end_provision(self, cause: str, now: float) -> Decisions:
         """Every machine is released, and none is asked for any more."""
         self._now = now
-        if self.provisioning is not None:
-            self.provisioning.machines.end(cause, now)
-            self._provision()
+        self.machines.end(cause)
         return self._decided()
 
     def tick_machines(self, now: float) -> Decisions:
         """The part of a tick that asks for machines and releases them."""
         self._now = now
-        self._provision()
+        self.machines.tick()
         return self._decided()
 
     def warn(self, where: str, message: str, now: float) -> Decisions:
@@ -332,21 +292,15 @@ class Manager:
     def tick(self, now: float) -> Decisions:
         """To be called a few times a second: deadlines, retries, announcements, status."""
         self._now = now
-        self.tracker.strikes_needed = self.blame.strikes_needed(now)
-        for overdue, may_live in ((self.fleet.overdue, True), (self.stalls.overdue, False)):
-            for instance, cause in overdue(now):
-                self._out.close(instance.peer, cause)
-                self._lose(instance, cause, orderly=instance.state is State.DRAINING, may_live=may_live)
-        for instance, cause in self._strangers():
-            self._refuse_agent(instance, cause)
+        self.agents.tick()
         self.trainer.tick(now)
         self.windows.look()
         self._think()
         self._fail_overdue()
         self._rearrange()
         self.dispatching.move(self._now)
-        self._report_refused_rows()
-        self._provision()
+        self.agents.report_refused_rows()
+        self.machines.tick()
         if now - self._status_at >= self.config.status_s:
             self._status_at = now
             for instance in self.fleet:
@@ -354,6 +308,11 @@ class Manager:
             if self.trainer_connected:
                 self._send(TRAINER, self.status(now))
         return self._decided()
+
+    @property
+    def provisioning(self) -> Provisioning | None:
+        """None: nobody adds machines for this manager."""
+        return self.machines.provisioning
 
     @property
     def thinking(self) -> bool:
@@ -377,9 +336,7 @@ class Manager:
         """Asks every instance to leave. What the journal has stays there, for whoever goes on."""
         self._now = now
         self._out.journaling = False
-        for instance in list(self.fleet):
-            self.fleet.drain(instance, cause, now)
-            self._send(instance.peer, Drain(cause=cause))
+        self.agents.drain_all(cause)
         self.trainer.cancel_all(cause)
         return self._decided()
 
@@ -393,9 +350,7 @@ class Manager:
         for batch in self.tracker.batches():
             self.counts.batches_failed += 1
             self._send(TRAINER, BatchFailed(batch=batch.name, cause=cause, deadline=False))
-        for instance in list(self.fleet):
-            self.fleet.drain(instance, cause, now)
-            self._send(instance.peer, Drain(cause=cause))
+        self.agents.drain_all(cause)
         self._warn(cause)
         if self.trainer_connected:
             self._out.close(TRAINER, cause)
@@ -422,137 +377,7 @@ class Manager:
             window=self.windows.words(now),
         )
 
-    # ---- frames of agents
-
-    def _agent_frame(self, instance: Instance, frame: FrameToManager) -> None:
-        if isinstance(frame, AgentHello):
-            self.fleet.hello(instance, frame, self._now)
-            for session in self.fleet.sessions_before(instance):
-                # It was only cut off, so none of its samples killed it.
-                self._out.records(struck_records(self.tracker.forgive(session.id)))
-            self._send(
-                instance.peer,
-                Welcome(
-                    instance=instance.id,
-                    heartbeat_s=self.config.fleet.heartbeat_s,
-                    frame_steps=self.config.frame_steps,
-                    max_context_tokens=self.config.max_context_tokens,
-                    max_frame_bytes=self._agent_frame_bytes,
-                    hold_off_s=instance.hold_off_s,
-                ),
-            )
-            self._steer()
-        elif not instance.name:
-            raise WireError(f"a {type(frame).__name__} before the hello")
-        elif isinstance(frame, TokenFrame):
-            self._tokens(instance, frame)
-        elif isinstance(frame, Heartbeat):
-            instance.beat = frame
-            self.balancing.beat(instance, frame, self._now)
-        elif isinstance(frame, VersionReady):
-            self.fleet.version_ready(instance, frame, self._now)
-            self.windows.loaded(instance, frame.load_s)
-            self._rearrange()
-        elif isinstance(frame, LoadFailed):
-            self.fleet.load_failed(instance, frame, self._now)
-        elif isinstance(frame, Goodbye):
-            if self.provisioning is not None:
-                self.provisioning.machines.left(instance.peer, frame.cause[:500] or "said goodbye", self._now)
-            self._out.close(instance.peer, "said goodbye")
-            self._lose(instance, frame.cause[:500] or "said goodbye", orderly=not frame.engine_failed)
-        elif isinstance(frame, HandedOver):
-            self.windows.handed_over(instance)
-        else:
-            raise WireError(f"a {type(frame).__name__} is the trainer's frame, and came from an agent")
-
-    def _tokens(self, instance: Instance, frame: TokenFrame) -> None:
-        applied = self.tracker.apply(
-            *(instance.id, frame, instance.versions, instance.vocab_size, self._now),
-            distrusts=lambda senseless, sound: self.fleet.distrusted(instance, senseless, sound),
-        )
-        instance.tokens_accepted += applied.tokens
-        self.accepted[instance.name] += applied.tokens
-        if applied.tokens and self._out.journaling:
-            self._out.record(tokens_record(frame, applied.refused_rows))
-        if applied.struck:
-            self._out.records(struck_records(applied.struck))
-        if applied.refused:
-            for cause, rows in applied.refused.items():
-                self._rows_refused[instance.id, cause] += rows
-                instance.rows_refused += rows
-                self.counts.rows_refused += rows
-        if applied.stop:
-            self._stop(instance.peer, applied.stop, "; ".join(applied.refused))
-        if applied.moved:
-            self.dispatching.note_moved(
-                instance.id, applied.moved, applied.moved_tokens, "taken back from the instance"
-            )
-        if applied.finished:
-            self._deliver(applied.finished)
-        if applied.distrusted:
-            # Before anything is given to it again, and at no sample's expense.
-            causes = "; ".join(list(applied.refused)[:CAUSES_OF_DISTRUST])
-            self._refuse_agent(instance, f"its engine's rows make no sense: {causes}", suspects=False)
-        elif applied.finished or applied.moved or self.tracker.trial_ended(instance.id):
-            self.dispatching.give()
-            if not self.tracker.leases_of(instance.id):
-                # Idle now: the next weight version may be waiting for that.
-                self._steer()
-
-    def _strangers(self) -> list[tuple[Instance, str]]:
-        """Instances whose engine can't be of the model that open batches are for."""
-        return [
-            (
-                instance,
-                f"its vocabulary of {instance.vocab_size} has no token {batch.top_token}, which is in the prompts of "
-                f"batch {batch.name}: another model or tokenizer",
-            )
-            for batch in self.tracker.batches()
-            for instance in self.fleet
-            if instance.holds(batch.version) and not instance.knows(batch.top_token)
-        ]
-
-    def _refuse_agent(self, instance: Instance, cause: str, suspects: bool = True) -> None:
-        """A peer that sends nonsense is not listened to any further. `suspects`: one of its samples may be why."""
-        self.counts.frames_refused += 1
-        instance.frames_refused += 1
-        self._emit(FrameRefused(ts=self._ts, peer=instance.id, cause=cause))
-        self._out.close(instance.peer, cause)
-        self._lose(instance, f"sent a frame that was refused: {cause}", orderly=False, suspects=suspects)
-
-    def _lose(
-        self, instance: Instance, cause: str, orderly: bool, suspects: bool = True, may_live: bool = False
-    ) -> None:
-        """`suspects`: one of its samples may be why. `may_live`: if its agent comes back, none was."""
-        if not may_live:
-            instance.process = ""
-        suspected = instance.max_running if suspects and not orderly else 0
-        evicted = self.tracker.evict(instance.id, f"{instance.id} is gone: {cause}", suspected)
-        if evicted.struck:
-            self._out.records(struck_records(evicted.struck))
-        if any(sample.strikes == 2 for sample in evicted.struck):
-            self.blame.found_one()
-            self.tracker.strikes_needed = self.blame.strikes_needed(self._now)
-        # Whoever kills machines is a suspect from its second one on.
-        if all(sample.strikes == 1 for sample in evicted.struck) and instance.state is State.READY and not orderly:
-            self.blame.died_by_itself(self._now)
-            self._out.record(Died((self._ts,)))
-            self.tracker.strikes_needed = self.blame.strikes_needed(self._now)
-        self.fleet.lose(instance, cause, self._now, orderly)
-        self.balancing.gone(instance.id)
-        self.windows.gone(instance)
-        if evicted.moved:
-            self.dispatching.note_moved(instance.id, evicted.moved, evicted.tokens_kept, cause)
-        self._deliver(evicted.finished)
-        self._rearrange()
-
-    def _give_back(self, instance: Instance, cause: str) -> None:
-        """Its samples go on elsewhere from their last token; it stays."""
-        evicted = self.tracker.evict(instance.id, cause)
-        if evicted.moved:
-            self.dispatching.note_moved(instance.id, evicted.moved, evicted.tokens_kept, cause)
-        self._deliver(evicted.finished)
-        self._rearrange()
+    # ---- work out
 
     def _turn(self, frame: TrainerTurn) -> None:
         try:
@@ -560,47 +385,16 @@ class Manager:
         except WireError as error:
             self.trainer.refuse(str(error))
 
+    def _given_back(self, instance: Instance, cause: str) -> None:
+        self.agents.give_back(instance, cause)
+
     def _deliver(self, samples: list[TrackedSample]) -> None:
         self.balancing.finished(samples)
         if samples and self.trainer.deliver(samples):
             for batch in {sample.batch for sample in samples if sample.batch.ended}:
                 self.windows.batch_ended(batch)
             self.windows.look()
-            self._steer()
-
-    def _provision(self) -> None:
-        if self.provisioning is None:
-            return
-        views = [
-            InstanceView(
-                peer=instance.peer,
-                name=instance.name,
-                host=instance.host,
-                loading=instance.state is State.LOADING,
-                ready=instance.state is State.READY,
-                reserved=instance.reserved,
-                samples=self.tracker.leases_of(instance.id),
-            )
-            for instance in self.fleet
-            if instance.name
-        ]
-        orders = self.provisioning.tick(views, self._now, self.trainer_connected)
-        cordoned = self.provisioning.machines.cordoned
-        for instance in self.fleet:
-            instance.cordoned = instance.peer in cordoned
-        for peer, cause in orders.leave:
-            leaving = self.fleet.get(peer)
-            if leaving is not None:
-                self.fleet.drain(leaving, cause, self._now)
-                self._send(peer, Drain(cause=cause))
-        self._out.ask(orders.calls)
-
-    # ---- work out
-
-    def _steer(self) -> None:
-        """Tells instances what to load."""
-        for instance, order in self.versions.orders(self._now):
-            self._send(instance.peer, order)
+            self.agents.steer()
 
     def _fail_overdue(self) -> None:
         while (overdue := self.waiting.overdue(self._now, self._excused)) is not None:
@@ -614,7 +408,7 @@ class Manager:
 
     def _rearrange(self) -> None:
         """After instances or batches have changed: what is to be loaded, who gets what, who waits."""
-        self._steer()
+        self.agents.steer()
         self.dispatching.give()
         self.waiting.look(self._now)
 
@@ -641,24 +435,10 @@ class Manager:
     def _ts(self) -> float:
         return self._out.ts
 
-    @property
-    def _agent_frame_bytes(self) -> int:
-        """Most bytes of a frame to or from an agent, which dials in before it can be told of any other limit."""
-        return self._out.agent_frame_bytes
-
     def _load_of(self, instance: Instance) -> tuple[int, int]:
         leases = self.tracker.leases_of(instance.id)
         running = min(leases, instance.max_running)
         return running, leases - running
-
-    def _report_refused_rows(self) -> None:
-        for (instance, cause), rows in self._rows_refused.most_common(CAUSES_TOLD):
-            self._emit(RowsRefused(ts=self._ts, instance=instance, rows=rows, cause=cause))
-            del self._rows_refused[instance, cause]
-        if self._rows_refused:
-            rows = self._rows_refused.total()
-            self._emit(RowsRefused(ts=self._ts, instance="", rows=rows, cause="other causes, of several instances"))
-            self._rows_refused.clear()
 
     def _warn(self, message: str, where: str = "manager") -> None:
         self._out.warn(message, where)
@@ -668,9 +448,6 @@ class Manager:
 
     def _send(self, peer: str, frame: FrameFromManager) -> None:
         self._out.send(peer, frame)
-
-    def _stop(self, peer: str, leases: list[int], cause: str = "") -> None:
-        self._out.stop(peer, leases, cause)
 
     def _decided(self) -> Decisions:
         return self._out.take()

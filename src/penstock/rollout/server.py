@@ -1,15 +1,16 @@
 """The manager's edge: sockets, the clock and authentication around the pure `Manager`.
 
-Agents and one trainer each hold a WebSocket; operators get JSON and Prometheus text over HTTP. Decides nothing about
-samples. It answers for the edge's own promises: a door for each role, frames of a bounded size and at a bounded rate,
-outgoing queues of a bounded length (a peer that does not read is dropped with that cause), and a clean end. An error
-of the manager's decisions, as of a user's policy, ends the server and not whichever peer spoke just then.
+Agents and one trainer each hold a WebSocket; operators have doors of their own. Decides nothing about samples. It
+answers for the edge's own promises: a door for each role, frames of a bounded size and at a bounded rate, outgoing
+queues of a bounded length (a peer that does not read is dropped with that cause), and a clean end. An error of the
+manager's decisions, as of a user's policy, ends the server and not whichever peer spoke just then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -17,16 +18,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import msgspec
 from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 
 from penstock.errors import ConfigError, PenstockError, PolicyError, PortInUse, WireError
-from penstock.rollout import operators
 from penstock.rollout.doors import Doors, Knocks, Refusal, Role, Tokens
 from penstock.rollout.journal_file import Journal, JournalConfig
 from penstock.rollout.listen import IDLE_S, DoorSite, certificate_shown, handshake_refused
 from penstock.rollout.logbook import Logbook
 from penstock.rollout.manager import TICK_S, TRAINER, Decisions, Manager, ManagerConfig
+from penstock.rollout.operator_doors import OperatorDoors
 from penstock.rollout.pace import Pace, PaceConfig
 from penstock.rollout.peers import Peer, PeerConfig
 from penstock.rollout.provision_desk import FleetDesk
@@ -38,11 +38,10 @@ from penstock.wire.codec import PROTOCOL_HEADER, REFUSAL_HEADER
 
 __all__ = ["ManagerServer", "ServerConfig", "TlsConfig"]
 
+log = logging.getLogger("penstock.manager")
+
 DOORS = {"/agent": Role.AGENT, "/trainer": Role.TRAINER}
 """Every other path is an operator's, but for /healthz."""
-
-CAUSE_CHARS = 200
-"""Of an operator's own words for what is asked."""
 
 REFUSAL_CHARS = 1000
 """Of a cause in a header."""
@@ -125,20 +124,11 @@ class ManagerServer:
         if self.config.journal is not None:
             self._open_journal(self.config.journal)
         application = web.Application(middlewares=[self._authorised])
+        application.add_routes([web.get("/agent", self._agent), web.get("/trainer", self._trainer)])
         application.add_routes(
-            [
-                web.get("/agent", self._agent),
-                web.get("/trainer", self._trainer),
-                web.get("/", self._pages),
-                web.get("/instances", self._instances),
-                web.post("/instances", self._adopt),
-                web.get("/samples", self._samples),
-                web.get("/fleet", self._fleet),
-                web.post("/fleet/release", self._release_fleet),
-                web.get("/status", self._status),
-                web.get("/metrics", self._metrics),
-                web.get("/healthz", self._health),
-            ]
+            OperatorDoors(
+                self.manager, lambda: self._journal, lambda: self._desk, self.config.adopt, self.config.knock_s
+            ).routes()
         )
         self._runner = web.AppRunner(
             application, access_log=None, shutdown_timeout=self.config.close_s, keepalive_timeout=IDLE_S
@@ -186,7 +176,7 @@ class ManagerServer:
             self.manager,
             config,
             provisioner,
-            self._carry_out,
+            self._see_to,
             reserved_engines=reserved_engines,
             account=account,
             release_s=release_s,
@@ -312,7 +302,7 @@ class ManagerServer:
             self._decide(manager.on_agent_lost, name, cause)
             if self._failure:
                 # Its machine may be released.
-                self._carry_out(manager.forget(name, cause, time.monotonic()))
+                self._see_to(manager.forget, name, cause)
             await peer.finish()
         return socket
 
@@ -404,57 +394,6 @@ class ManagerServer:
         peer.close(cause)
         return cause
 
-    # ---- operators
-
-    async def _pages(self, request: web.Request) -> web.Response:
-        return web.Response(text=operators.PAGES)
-
-    async def _instances(self, request: web.Request) -> web.Response:
-        return _json(operators.instances(self.manager, time.monotonic()))
-
-    async def _adopt(self, request: web.Request) -> web.Response:
-        """Takes a server without an agent: an agent is started beside it, and joins by itself."""
-        if self.config.adopt is None:
-            return web.Response(status=501, text="This manager can start no agents for servers.\n")
-        try:
-            async with asyncio.timeout(self.config.knock_s):
-                body = await request.content.read(operators.ADOPTION_BYTES + 1)
-        except TimeoutError:
-            return web.Response(
-                status=408, text=f"The body of the request did not come within {self.config.knock_s:g} s.\n"
-            )
-        try:
-            wanted = operators.read_adoption(body)
-            name = await self.config.adopt(wanted.url, wanted.engine)
-        except PenstockError as error:
-            return web.Response(status=400, text=f"{error}\n")
-        return web.json_response({"name": name}, status=201)
-
-    async def _status(self, request: web.Request) -> web.Response:
-        return _json(operators.status(self.manager, time.monotonic()))
-
-    async def _samples(self, request: web.Request) -> web.Response:
-        return _json(operators.samples(self.manager, time.monotonic()))
-
-    async def _fleet(self, request: web.Request) -> web.Response:
-        found = operators.fleet(self.manager, time.monotonic())
-        return _json(found) if found is not None else web.Response(status=404, text="Nobody adds machines here.\n")
-
-    async def _release_fleet(self, request: web.Request) -> web.Response:
-        """Releases every machine for good; GET /fleet says when that is done."""
-        if self._desk is None:
-            return web.Response(status=404, text="Nobody adds machines here.\n")
-        self._desk.release(request.query.get("cause", "")[:CAUSE_CHARS] or "an operator asked for it")
-        return await self._fleet(request)
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        body = operators.metrics(self.manager, time.monotonic()).encode()
-        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-
-    async def _health(self, request: web.Request) -> web.Response:
-        journal = "off" if self._journal is None else self._journal.trouble or "running"
-        return _json(operators.health(self.manager, journal))
-
     # ---- decisions become bytes
 
     async def _live(self) -> None:
@@ -465,8 +404,11 @@ class ManagerServer:
 
     def _decide(self, decide: Callable[..., Decisions], *told: object) -> None:
         """Asks the manager, unless it has failed, and does what it says."""
-        if self._failure:
-            return
+        if not self._failure:
+            self._see_to(decide, *told)
+
+    def _see_to(self, decide: Callable[..., Decisions], *told: object) -> None:
+        """The same after a failure too, for what concerns machines."""
         try:
             self._carry_out(decide(*told, time.monotonic()))
         except Exception as error:  # noqa: BLE001 - as above
@@ -474,9 +416,10 @@ class ManagerServer:
 
     def _fail(self, error: Exception) -> None:
         """The manager can't be asked any more: `failed` raises the error, and everybody hears it in words."""
-        if self._failure:
-            return
         words = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+        if self._failure:
+            log.error("beside that: %s", words)
+            return
         self._failure = words if isinstance(error, PolicyError) else f"the manager's own work failed: {words}"
         if self._broken is not None and not self._broken.done():
             self._broken.set_exception(error)
@@ -553,7 +496,3 @@ class ManagerServer:
 def _ascii(text: str, most: int = 40) -> str:
     """What a peer said, fit for a header."""
     return text[:most].encode("ascii", "replace").decode()
-
-
-def _json(value: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

@@ -10,7 +10,9 @@ A reserved engine that hands over sends what it drew; its samples wait again, wi
 Devices are free while the trainer has nothing to train on and others generate. They open again where nobody else is
 left to generate, and for an evaluation once the step itself is generated. So no step waits for ever: without a remote
 instance the engines generate to the end; if the last one dies while the trainer trains, they go on once it has nothing
-left to train on; an engine that does not hand over within `HAND_OVER_S` loses its samples, and is not waited for.
+left to train on; an engine that does not hand over within `HAND_OVER_S` loses its samples, and is not waited for; nor
+is a window of which no engine is left. Remote machines that are about to be released are not handed anything: they
+count while they have all that is left, and no longer where samples wait.
 
 How long a window is, is the policy's (`offload`); this module shows it what was measured, and does what it says. What
 plans are made from, and their making, is in `step_plans`. Further turns of conversations are part of the step that they
@@ -285,7 +287,7 @@ class Windows:
 
     def _why_generate(self, step: _Step) -> str:
         """Why free devices should generate; empty where they should not."""
-        alone = not any(self._remote())
+        alone = not any(self._remote()) and not self._leaving_have_all(step)
         if step.trained or self._generated(step):
             # The trainer is about to want the devices again, unless it has trained on everything.
             evaluating = any(batch.waiting for batch in self._tracker.batches() if batch.name != step.batch)
@@ -297,6 +299,10 @@ class Windows:
     def _why_stop(self, step: _Step) -> str:
         if self._generated(step) or step.trained:
             return "everything is generated" if self._wants else ""
+        if self._wants and step.submitted and not any(self._reserved()):
+            return "no engine of its own is left"
+        if self._wants and self._leaving_have_all(step) and not self._busy_engines():
+            return "machines that are about to be released have the rest"
         answer = self._review(step)
         return "" if answer.generate else answer.cause
 
@@ -382,7 +388,8 @@ class Windows:
         finished = max(0.0, finished - self._tracker.open_turns[step.batch] / max(1, step.samples))
         elapsed_s = self._out.now - step.account.began_s
         reserved = sum(1 for _ in self._reserved())
-        answer = self.policy.review(WindowView(elapsed_s, len(fleet), finished, reserved))
+        loading = sum(1 for instance in fleet if not instance.holds(step.version))
+        answer = self.policy.review(WindowView(elapsed_s, len(fleet), finished, reserved, loading))
         if not answer.generate and self.turn is Turn.GENERATING and self._awaits_first_plan(len(fleet)):
             answer = Window(True, f"the first plan for {len(fleet)} instances is being made")
         length_s = self.policy.length_s(len(fleet))
@@ -404,7 +411,17 @@ class Windows:
                 yield instance
 
     def _remote(self) -> Iterator[Instance]:
-        """Remote instances that work on the step, or are about to."""
+        """Remote instances that may take samples of the step, or are about to."""
+        return (instance for instance in self._working() if not instance.cordoned)
+
+    def _leaving_have_all(self, step: _Step) -> bool:
+        """None of the step's samples waits, and some are with machines that leave once they have ended them."""
+        batch = self._tracker.batch(step.batch)
+        leaving = any(instance.cordoned and self._tracker.leases_of(instance.id) for instance in self._working())
+        return leaving and (batch is None or not batch.waiting)
+
+    def _working(self) -> Iterator[Instance]:
+        """The same, and those that end what they have before they are released."""
         step = self._step
         version = step.version if step is not None else -1
         batch = self._tracker.batch(step.batch) if step is not None else None
@@ -430,15 +447,18 @@ class Windows:
         step = self._step
         if step is None or step.ended:
             return
-        ready = [instance for instance in self._remote() if instance.holds(step.version)]
+        working = list(self._working())
+        ready = [instance for instance in working if instance.holds(step.version)]
+        # With no engine to generate an open window is the trainer's waiting like any other.
+        generating = self.turn is Turn.GENERATING and any(self._reserved())
         idle = [instance.id for instance in ready if not self._tracker.leases_of(instance.id)]
         step.account.seen.update(instance.id for instance in ready)
         step.account.pass_time(
             self._out.now,
-            window=self.turn is Turn.GENERATING and not step.trained,
+            window=generating and not step.trained,
             training=self.turn is Turn.TRAINING,
-            waiting=self.turn is Turn.FREE and not step.trained,
-            fleet=self._remote_count(),
+            waiting=self.turn in (Turn.FREE, Turn.GENERATING) and not generating and not step.trained,
+            fleet=len(working),
             idle=idle,
             busy=len(ready) - len(idle),
         )
