@@ -50,6 +50,9 @@ def test_the_first_to_hold_a_version_leaves_the_others_their_share() -> None:
     policy = ShortestQueue(8)
     one = [InstanceLoad("a", 0, 64)]
     assert len(policy.assign(Queue(fresh=40, coming=3), one)) == 10
+    # As much has ended as is left: who comes in as long again finds nothing to share.
+    assert len(policy.assign(Queue(fresh=40, coming=3, finished=40), one)) == 40
+    assert 10 < len(policy.assign(Queue(fresh=40, coming=3, finished=5), one)) < 40
     assert len(policy.assign(Queue(fresh=40), one)) == 40
     later = [InstanceLoad("a", 10, 64), InstanceLoad("b", 0, 64)]
     assert policy.assign(Queue(fresh=30, coming=2), later) == [1] * 10

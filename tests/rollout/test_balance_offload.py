@@ -51,6 +51,13 @@ def test_before_anything_is_known_the_window_follows_what_is_finished() -> None:
     assert not Offload().review(WindowView(10.0, 2, 0.9)).generate
 
 
+def test_a_first_window_does_not_end_before_a_remote_instance_has_the_version() -> None:
+    answer = Offload().review(WindowView(10.0, 2, 0.9, reserved=2, loading=2))
+    assert answer.generate
+    assert "no remote instance has the version" in answer.cause
+    assert not Offload().review(WindowView(10.0, 2, 0.9, reserved=2, loading=1)).generate
+
+
 def test_the_window_shrinks_with_the_fleet_s_size() -> None:
     windows = [Offload().plan(facts(remote)).window_s for remote in (1, 3, 12)]
     assert windows[0] > windows[1] > windows[2]
@@ -467,6 +474,48 @@ def test_machines_that_live_short_and_start_slowly_count_for_less() -> None:
     steady = FleetSize(config(start_s=600.0), 4)
     settled(steady)
     assert steady.useful_share == 1.0
+
+
+def test_a_sweep_in_a_step_s_first_seconds_moves_the_number_by_no_more_than_one_and_only_up() -> None:
+    """Each machine is lost at once, and none comes back for the rest of the step."""
+    size = FleetSize(config(start_s=120.0, ceiling=16), 4)
+    train_s, work_s = 150.0, 1200.0
+
+    def step(fleet: float, preemptions: int = 0) -> int:
+        step_s = max(train_s, (work_s + 4 * train_s) / (4 + fleet))
+        window_s = step_s - train_s
+        busy_s = max(0.0, work_s - 4 * window_s)
+        found = StepTimes(fleet, step_s, window_s, train_s, 0.0, 0.0, busy_s, preemptions)
+        return size.ended(found)
+
+    for _ in range(12):
+        before = step(size.wanted)
+    after = [step(before * 5 / 300, preemptions=before), *(step(size.wanted) for _ in range(20))]
+    assert set(after) <= {before, before + 1}
+    assert after == sorted(after)
+    assert size.useful_share > 0.9
+
+
+def test_losses_that_are_booked_once_no_machine_is_left_count_too() -> None:
+    at_once, later = FleetSize(config(), 4), FleetSize(config(), 4)
+    at_once.learn_step(times(preemptions=3))
+    at_once.learn_step(times(fleet=0))
+    later.learn_step(times())
+    later.learn_step(times(fleet=0, preemptions=3))
+    assert at_once.preemptions_per_h > 0
+    assert later.preemptions_per_h == pytest.approx(at_once.preemptions_per_h, rel=0.05)
+
+
+def test_the_rate_is_that_of_the_last_hours_however_short_steps_are() -> None:
+    def rate(step_s: float, losses_per_h: int) -> float:
+        size = FleetSize(config(), 4)
+        every = round(3600 / step_s / losses_per_h)
+        for step in range(round(8 * 3600 / step_s)):
+            size.learn_step(times(step_s=step_s, preemptions=int(step % every == 0)))
+        return size.preemptions_per_h
+
+    assert rate(10.0, 6) == pytest.approx(2.0, rel=0.15)
+    assert rate(600.0, 6) == pytest.approx(2.0, rel=0.15)
 
 
 @given(st.lists(st.floats(50.0, 2000.0), min_size=1, max_size=40), st.integers(1, 4))

@@ -72,6 +72,8 @@ class Queue:
     """Index of the instance that said a lone sample's last turn, and may have all of it in its cache; -1: none."""
     elapsed_s: float | None = None
     """Since the step began; None outside of one for which there may be a plan."""
+    finished: int = 0
+    """Samples of the batch that have ended."""
 
     @property
     def waiting(self) -> int:
@@ -245,7 +247,7 @@ class ShortestQueue:
         if len(picks) < moved:
             return picks
         if queue.coming and loads:
-            rooms = _shared(rooms, held, weights, fresh, queue.coming)
+            rooms = _shared(rooms, held, weights, queue)
         return picks + _deal(fresh, held, weights, rooms)
 
 
@@ -256,13 +258,17 @@ def _are_numbers(values: Sequence[float]) -> bool:
         return False
 
 
-def _shared(rooms: Sequence[int], held: Sequence[int], weights: Sequence[float], fresh: int, coming: int) -> list[int]:
-    """Rooms no larger than an instance's share of all work once `coming` more like the mean are there.
+def _shared(rooms: Sequence[int], held: Sequence[int], weights: Sequence[float], queue: Queue) -> list[int]:
+    """Rooms no larger than an instance's share of all work once those that are coming, like the mean, are there.
 
-    Without this the first instance to hold a version takes a small batch whole, and the others find nothing.
+    Without this the first instance to hold a version takes a small batch whole, and the others find nothing. Who has
+    been coming for so long may well take as long again. By then the rest of the batch, at the pace of what has ended,
+    is `rest` and not all: that is what there will be to share, and where as much has ended as is left, nothing.
     """
-    all_of_it = sum(held) + fresh
-    total = sum(weights) * (1 + coming / len(weights))
+    all_of_it = sum(held) + queue.fresh
+    here, coming = len(weights), queue.coming
+    rest = 1 - (here + coming) * queue.finished / max(1, here * all_of_it + coming * queue.finished)
+    total = sum(weights) * (1 + coming * max(0.0, rest) / here)
     return [min(room, max(1, -int(-all_of_it * weight // total))) for room, weight in zip(rooms, weights)]
 
 

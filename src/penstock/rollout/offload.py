@@ -88,6 +88,8 @@ class WindowView:
     """Share of the step's samples."""
     reserved: int = 0
     """Engines that generate in the window; 0 where that is not known."""
+    loading: int = 0
+    """Of the fleet, those that do not have the version yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +199,17 @@ class Offload:
             return Window(True, "no remote instance")
         plan = self.nearest(view.fleet)
         if plan is None and not self.seconds:
+            if view.loading == view.fleet:
+                return Window(True, "nothing is known yet, and no remote instance has the version")
             share = (view.reserved / (view.reserved + view.fleet)) ** SHORT if view.reserved else UNKNOWN
             return Window(view.finished < share, f"nothing is known yet: until {share:.0%} are finished")
         window_s = self.window_s(view.fleet)
         generate = view.elapsed_s < window_s
         if plan is not None and plan.finished > 0 and abs(view.elapsed_s - window_s) < NEAR * window_s:
             generate = view.elapsed_s / window_s + view.finished / plan.finished < 2
+        if plan is not None and view.loading == view.fleet:
+            # Nobody goes on with what is handed over now: no more of it than was planned.
+            generate = generate or view.finished < plan.finished
         words = f"{window_s:.3g} s for {view.fleet} instances"
         if plan is not None:
             words += f" (planned {plan.window_s:.3g} s, corrected by {self.correction(view.fleet):+.2g} s)"
@@ -247,8 +254,8 @@ class Offload:
         if fleet == 0 or times.preemptions:
             # A machine lost within the step says nothing about the plan.
             return
-        if plan is None and self.plans:
-            # Between two sizes: machines came within the step.
+        if plan is None and (self.plans or not (times.remote_busy_s or times.remote_wait_s)):
+            # Between two sizes: machines came within the step. Or none of them had the version before it was over.
             return
         if plan is None:
             before_s = self.window_s(fleet) if self.seconds else times.window_s

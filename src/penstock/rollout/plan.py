@@ -370,14 +370,16 @@ def search(
     """Its replays."""
     replays = 0
 
-    def looked(limits: tuple[Limits, Limits], window_s: float) -> Generator[Plan | None, None, Plan]:
+    def looked(
+        limits: tuple[Limits, Limits], window_s: float, others: Sequence[Engine] = remote
+    ) -> Generator[Plan | None, None, Plan]:
         nonlocal best, best_of, replays
         if best is not None and replays >= max(FEWEST * len(chances), most):
             return best
         plans: list[Plan] = []
         for chance in chances:
             replays += 1
-            plans.append(replay(chance, prompt_tokens, remote, reserved, training, limits, max(0.0, window_s)))
+            plans.append(replay(chance, prompt_tokens, others, reserved, training, limits, max(0.0, window_s)))
             plan = _mean(plans)
             if best is not None and _loss_s(plan) > HOPELESS * _loss_s(_mean(best_of[: len(plans)])):
                 break
@@ -408,6 +410,9 @@ def search(
         for pair in REMOTE:
             for part in (1.0, 0.85):
                 found = yield from looked((Limits(*pair), Limits(*RESERVED[0])), part * window_s)
+    if min(engine.starts_s for engine in remote) > found.window_s > 0:
+        # Nobody could go on at the window's end: it may be better to wait for none of them.
+        found = yield from looked((Limits(), Limits()), math.inf, [])
     for pair in RESERVED[1:]:
         found = yield from looked((found.remote, Limits(*pair)), found.window_s)
     # A narrower engine wants another window: one number at a time, the search would stay where it is.
