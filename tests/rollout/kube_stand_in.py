@@ -16,7 +16,14 @@ from http_on_loopback import listening
 
 PATHS = {"/api/v1/namespaces/rl/pods": "Pod", "/apis/batch/v1/namespaces/rl/jobs": "Job"}
 VERSION = {"Pod": "v1", "Job": "batch/v1"}
-REASONS = {403: "Forbidden", 404: "NotFound", 409: "AlreadyExists", 410: "Expired", 500: "InternalError"}
+REASONS = {
+    403: "Forbidden",
+    404: "NotFound",
+    409: "AlreadyExists",
+    410: "Expired",
+    429: "TooManyRequests",
+    500: "InternalError",
+}
 
 
 class Cluster:
@@ -31,9 +38,11 @@ class Cluster:
         self.page = 500
         self.watch_410 = 0
         """Watches that end with an ERROR event of status 410."""
+        self.retry_after = ""
+        """The header that comes with 429."""
 
     def refuse(self, method: str, status: int, message: str) -> None:
-        """The next request whose method (or `WATCH`, `CONTINUE`) is this."""
+        """The next request whose method (or `LOOK`, `WATCH`, `CONTINUE`) is this."""
         self.refusals.append((method, status, message))
 
     def refused(self, method: str) -> tuple[int, str] | None:
@@ -77,6 +86,9 @@ class Handler(BaseHTTPRequestHandler):
                 self._answer(refusal[0], status_of(*refusal))
                 return
             self._answer(200, self._list(path, query))
+            return
+        if refusal := cluster.refused("LOOK"):
+            self._answer(refusal[0], status_of(*refusal))
             return
         name = path.rpartition("/")[2]
         found = cluster.objects.get(name)
@@ -155,6 +167,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        if code == 429 and self.cluster.retry_after:
+            self.send_header("Retry-After", self.cluster.retry_after)
         self.end_headers()
         self.wfile.write(body)
 

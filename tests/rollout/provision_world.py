@@ -45,6 +45,8 @@ class Box:
     connected: bool = False
     samples: int = 0
     told: bool = False
+    left: set[str] = field(default_factory=set)
+    """Peers of its agents that were told to leave."""
 
 
 @dataclass
@@ -61,6 +63,14 @@ class World:
     given: int = 99
     """Most machines that it gives at once."""
     never_join: bool = False
+    price: float | None = None
+    """Of every machine, as lists tell it."""
+    agents: int = 1
+    """On each machine, known by its host but for the first."""
+    deaf: bool = False
+    """Agents that are told to leave stay, or come again."""
+    by_hand: int = 0
+    """Instances on no machine."""
     now: float = 0.0
 
     def __post_init__(self) -> None:
@@ -88,34 +98,40 @@ class World:
                 box.connected = True
         orders = self.machines.tick(self.views(), self.now)
         for peer, _ in orders.leave:
-            box = self.boxes[peer]
-            box.told, box.connected, box.samples = True, False, 0
+            box = self.boxes[peer.partition("+")[0]]
+            box.left.add(peer)
+            if len(box.left) == self.agents:
+                box.told, box.connected, box.samples = True, self.deaf, 0
         cordoned = self.machines.cordoned
         for box in self.boxes.values():
-            if box.connected and self.works and box.id not in cordoned:
+            if box.connected and self.works and box.id not in cordoned and not box.told:
                 box.samples = 5
             elif not self.works:
                 box.samples = 0
         self._pending += [(self.now + self.answer_s, call) for call in orders.calls]
 
     def views(self) -> list[InstanceView]:
-        return [
-            InstanceView(box.id, box.id, "somewhere", False, True, False, box.samples)
+        hand = [InstanceView(f"hand-{k}", f"hand-{k}", "desk", False, True, False, 5) for k in range(self.by_hand)]
+        return hand + [
+            InstanceView(peer, peer if k == 0 else f"gpu{k}", f"{box.id}.internal", False, True, False, box.samples)
             for box in self.boxes.values()
-            if box.connected
+            for k in range(self.agents)
+            if box.connected and ((peer := box.id + f"+{k}" * (k > 0)) not in box.left or self.deaf)
         ]
 
     def preempt(self, name: str) -> None:
         self.boxes.pop(name)
 
-    def another_manager(self, keep_account: bool = True) -> None:
-        """The manager dies and another comes, with or without its account."""
-        spent, known = self.machines.purse.spent, [m.id for m in self.machines.machines if m.id]
+    def another_manager(self, keep_account: bool = True, away_s: float = 0.0) -> None:
+        """The manager dies and another comes so long after, with or without its account."""
+        spent = self.machines.purse.spent
+        known = {m.id: m.unbilled_since or self.now for m in self.machines.machines if m.id}
+        self.now += away_s
         self._pending.clear()
         wanted = self.machines.wanted
         self.machines = Provision(self.config, self.events.append, 1000.0)
         if keep_account:
-            self.machines.restore(spent, dict.fromkeys(known, self.now), self.now)
+            self.machines.restore(spent, known, self.now, self.by_hand)
         self.machines.want(wanted, self.now)
 
     # ---- what is looked at
@@ -152,7 +168,9 @@ class World:
             self.killed_at_work += bool(box and box.connected and box.samples)
             self.machines.released(call.call, self.now)
         else:
-            rows = [Seen(box.id, box.alive, "" if box.alive else "exit code 1") for box in self.boxes.values()]
+            rows = [
+                Seen(box.id, box.alive, "" if box.alive else "exit code 1", self.price) for box in self.boxes.values()
+            ]
             self.machines.listed(call.call, rows, self.now)
 
     def _make(self) -> str:
@@ -160,3 +178,12 @@ class World:
         name = f"m-{self.asked_in_all}"
         self.boxes[name] = Box(name, self.now, self.boots_s)
         return name
+
+
+def grown(number: int, **options: object) -> World:
+    """A world in which so many machines have joined."""
+    world = World(**options)  # type: ignore[arg-type]
+    world.machines.want(number, 0.0)
+    world.pass_time(30)
+    assert world.states() == [MachineState.JOINED] * number
+    return world

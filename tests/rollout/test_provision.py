@@ -5,21 +5,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from provision_world import CONFIG, World
+from provision_world import CONFIG, World, grown
 
 from penstock.observe.events import Warned
 from penstock.rollout.provision_types import InstanceView, MachineState, Seen
 
 JOINED = MachineState.JOINED
-
-
-def grown(number: int, **options: object) -> World:
-    """A world in which so many machines have joined."""
-    world = World(**options)  # type: ignore[arg-type]
-    world.machines.want(number, 0.0)
-    world.pass_time(30)
-    assert world.states() == [JOINED] * number
-    return world
 
 
 def test_machines_go_from_asked_to_starting_to_joined_each_with_an_event() -> None:
@@ -384,6 +375,34 @@ def test_an_instance_is_known_by_its_host_too_and_reserved_ones_are_nobody_s_mac
     spot = InstanceView("a-2", "whatever-77", "m-1.internal", False, True, False, 0)
     world.machines.tick([engine, spot], world.now)
     assert world.states() == [JOINED]
+
+
+def test_a_machine_s_samples_are_those_of_all_its_instances_and_it_is_there_as_long_as_one_is() -> None:
+    world = World(never_join=True)
+    world.machines.want(1, 0.0)
+    world.pass_time(5)
+    busy = InstanceView("a-1", "gpu0", "m-1.internal", False, True, False, 3)
+    idle = InstanceView("a-2", "gpu1", "m-1.internal", False, True, False, 0)
+    world.machines.tick([busy, idle], world.now)
+    assert (world.machine("m-1").samples, world.machine("m-1").peers) == (3, ("a-1", "a-2"))
+    world.machines.left("a-1", "its engine is changed", world.now)
+    world.machines.tick([idle], world.now)
+    assert (world.states(), world.machine("m-1").samples) == ([JOINED], 0)
+    world.machines.left("a-2", "the cloud takes it away", world.now)
+    assert world.states() == [MachineState.RELEASING]
+
+
+def test_an_agent_that_dials_in_again_as_it_leaves_is_told_again_and_one_that_stays_is_not_waited_for() -> None:
+    world = grown(1, works=False)
+    world.machines.end("the run ended", world.now)
+    cut, again = (InstanceView(peer, "m-1", "h", False, True, False, 0) for peer in ("m-1", "p-2"))
+    told = [world.machines.tick([cut], world.now).leave, world.machines.tick([cut, again], world.now + 1).leave]
+    assert [[peer for peer, _ in each] for each in told] == [["m-1"], ["p-2"]]
+    assert world.machines.tick([again], world.now + CONFIG.leave_s - 1).leave == []
+    assert world.states() == [MachineState.DRAINING]
+    world.machines.tick([again], world.now + CONFIG.leave_s)
+    assert world.states() == [MachineState.RELEASING]
+    assert "the run ended; an instance is there 5 s after it was told to leave" in world.changes("releasing")[0].cause
 
 
 def test_the_time_that_machines_take_to_start_is_learned() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +86,18 @@ async def test_pods_are_made_from_the_template_listed_by_their_run_and_deleted(p
     await provisioner.release(names[0])
     assert [seen.id for seen in await provisioner.list()] == names[1:]
     assert len(await other.list()) == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [("a" * 70 + "-001", "a" * 70 + "-002"), ("run-001.", "run-001"), ("run_a/b", "run_a-b"), ("-" * 70, "/" * 70)],
+)
+async def test_runs_whose_names_make_no_label_don_t_share_one(place: Place, one: str, two: str) -> None:
+    names = await place.provisioner(run=one).add(1)
+    assert await place.provisioner(run=two).list() == []
+    assert await place.provisioner(run=one).list() == [Seen(names[0])]
+    label = place.cluster.objects[names[0]]["metadata"]["labels"]["penstock.dev/run"]
+    assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", label)
 
 
 async def test_a_job_s_own_command_stays_and_it_is_deleted_with_its_pods(place: Place) -> None:
@@ -202,6 +217,76 @@ async def test_jobs_that_are_over_say_why(place: Place) -> None:
     place.cluster.objects[over]["status"] = {"conditions": [condition]}
     place.cluster.objects[runs]["status"] = {"active": 1}
     assert await provisioner.list() == [Seen(over, False, "the job is over: Failed: it failed once"), Seen(runs)]
+
+
+METHODS = ("POST", "GET", "CONTINUE", "DELETE", "LOOK", "WATCH")
+"""Of all that `use` does."""
+
+
+async def use(provisioner: Provisioner) -> None:
+    names = await provisioner.add(2)
+    assert [seen.id for seen in await provisioner.list()] == names
+    await provisioner.release(names[0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("asked", "waited"), [("2", 2.0), ("", 1.0), ("soon", 1.0), ("0", 0.1)])
+async def test_too_many_requests_are_waited_out_as_the_cluster_asks_429(
+    place: Place, method: str, asked: str, waited: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.cluster.page, place.cluster.lingers, place.cluster.retry_after = 1, 2, asked
+    waits: list[float] = []
+    real = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        await real(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    await use(place.provisioner())
+    usual, waits[:] = len(place.cluster.requests), []
+    place.cluster.objects.clear()
+    place.cluster.requests.clear()
+    place.cluster.lingers = 2
+    place.cluster.refuse(method, 429, "too many requests, please try again later")
+    await use(place.provisioner())
+    assert waited in waits
+    # It was asked once more, and not by the client itself.
+    assert len(place.cluster.requests) == usual + 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_a_cluster_that_asks_for_too_long_is_told_so_at_once_429(place: Place, method: str) -> None:
+    place.cluster.page, place.cluster.lingers, place.cluster.retry_after = 1, 2, "20"
+    place.cluster.refuse(method, 429, "too many requests")
+    with pytest.raises(ProvisionError, match="has too many requests and wants no other for 20 s: HTTP 429: too many"):
+        await use(place.provisioner())
+
+
+async def test_it_is_not_asked_for_ever_429(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: real(0))
+    for _ in range(100):
+        place.cluster.refuse("GET", 429, "too many requests")
+    with pytest.raises(ProvisionError, match="wants no other for 1 s: HTTP 429"):
+        await place.provisioner(request_s=3.0).list()
+    assert len(place.asked("GET")) == 4
+
+
+async def test_a_call_that_is_cut_off_while_it_waits_asks_no_more(place: Place) -> None:
+    place.cluster.retry_after = "3"
+    place.cluster.refuse("GET", 429, "too many requests")
+    provisioner = place.provisioner()
+    call = asyncio.create_task(provisioner.list())
+    while not place.asked("GET"):
+        await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert len(place.asked("GET")) == 1
+    # The loop's own threads are for everybody.
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncio")] == []
+    await provisioner.close()
 
 
 async def test_a_cluster_that_is_not_there_is_a_failure_with_a_cause(place: Place, tmp_path: Path) -> None:

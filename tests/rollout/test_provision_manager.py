@@ -93,6 +93,26 @@ def test_a_machine_that_is_wanted_again_takes_work_again() -> None:
     assert world.done["train-0"].samples == 6
 
 
+def test_every_agent_of_a_machine_that_goes_is_told_to_leave_and_one_that_stays_holds_it_no_longer_than_that() -> None:
+    world = Provided(first=1)
+    world.pass_time(1)
+    world.pass_time(1)
+    first, second = (world.join(f"gpu{k}", host="spot-0.ec2.internal") for k in range(2))
+    machines = world.manager.provisioning.machines  # type: ignore[union-attr]
+    world.beat(1, first)
+    world.manager.fleet.get(second.peer).heard_at = world.now  # type: ignore[union-attr]
+    assert set(machines.machines[0].peers) == {first.peer, second.peer}
+    world.carry_out(world.manager.end_provision("the run is over", world.now))
+    assert first.draining
+    assert second.draining
+    world.lose(second)
+    world.beat(CONFIG.leave_s - 1, first)
+    assert world.there == ["spot-0"]
+    world.beat(3, first)
+    assert world.there == []
+    assert machines.done
+
+
 def test_operators_see_machines_their_spend_and_what_is_wanted() -> None:
     world = Provided(first=2, budget=50.0)
     world.pass_time(1)
@@ -164,7 +184,8 @@ def test_prices_start_up_times_and_losses_as_they_were_seen_enter_the_number() -
             return None if gone else super().answer(call)
 
     world = Dear(first=2, start_s=500.0)
-    world.pass_time(2)
+    world.pass_time(1)
+    world.pass_time(1)
     world.publish(0)
     lost, stays = world.join_ready("spot-0"), world.join_ready("spot-1")
     world.trainer(submit(prompts=[(1, 2)] * 6))

@@ -15,11 +15,15 @@ from typing import Any
 
 import aiohttp
 
-from penstock.config.fleet import FleetFile
+from penstock.cli.last_release import LastRelease, machines_of
+from penstock.cli.run_folder import fleet_mark
+from penstock.config.fleet import ACCOUNT_FILE, FleetFile
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError
 from penstock.observe import events
 from penstock.observe.instances import RUN_ENDED
+from penstock.rollout.provision_edge import Account, words_of
+from penstock.rollout.provision_types import Provisioner
 from penstock.train.edge import EdgeLoop
 
 __all__ = ["RunFleet", "fleet_file"]
@@ -29,12 +33,15 @@ CALL_S = 5.0
 
 
 def fleet_file(config: RunConfig, folder: Path) -> FleetFile:
-    """What the run's manager is told."""
+    """What the run's manager is told. Raises StorageError."""
     fleet = config.fleet
     if not fleet.advertise and config.weights.advertise:
         fleet = fleet.model_copy(update={"advertise": config.weights.advertise.partition(":")[0]})
     return FleetFile(
-        run=folder.name, reserved_engines=config.rollout.engines.count, folder=str(folder.resolve()), fleet=fleet
+        run=fleet_mark(folder) if fleet.wanted else folder.name,
+        reserved_engines=config.rollout.engines.count,
+        folder=str(folder.resolve()),
+        fleet=fleet,
     )
 
 
@@ -63,7 +70,8 @@ class RunFleet:
         self._released = not config.fleet.wanted
 
     def release(self) -> None:
-        """Returns once everything is released, or `fleet.release_s` and a while have passed; never raises."""
+        """Returns once everything is released, or the manager and then this process have each tried for
+        `fleet.release_s` and a while; never raises."""
         if self._released:
             return
         self._released = True
@@ -73,11 +81,17 @@ class RunFleet:
             return
         except (PenstockError, aiohttp.ClientError, OSError, ValueError) as error:
             self._warn(f"the manager did not release the run's machines: {error or type(error).__name__}")
+        account = Account(Path(self._file.folder) / ACCOUNT_FILE)
+        saved = account.read()
+        if account.trouble:
+            self._warn(account.trouble)
+        last = LastRelease(self._provisioner, machines_of(saved), self._config.call_s)
         try:
-            self._edge.run(self._by_ourselves(limit_s), "releasing the run's machines", limit_s + 2 * CALL_S)
+            self._edge.run(last.carry_out(limit_s), "releasing the run's machines", limit_s + 2 * CALL_S)
         except Exception as error:  # noqa: BLE001 - a user's provisioner may raise anything, and the run ends anyway
-            words = f"{type(error).__name__}: {error}"
-            self._warn(f"machines of the run {self._file.run} may still run and cost money: {words}")
+            last.trouble = words_of(error)
+        self._tell(last)
+        self._book(account, saved, last)
 
     async def _by_manager(self, limit_s: float) -> None:
         headers = {"Authorization": f"Bearer {self._token}"}
@@ -97,19 +111,31 @@ class RunFleet:
                     response.raise_for_status()
                     state = await response.json()
 
-    async def _by_ourselves(self, limit_s: float) -> None:
+    def _provisioner(self) -> Provisioner:
         from penstock.cli.provision.wiring import provisioner_of
 
-        provisioner = provisioner_of(self._file, self._url, self._agent_token, ())
+        return provisioner_of(self._file, self._url, self._agent_token, ())
+
+    def _tell(self, last: LastRelease) -> None:
+        if last.gone:
+            self._warn(f"released without the manager: {', '.join(last.gone)}")
+        told = [f"{name} ({cause})" for name, cause in last.left.items()]
+        if last.trouble:
+            told.append(f"they can't be listed: {last.trouble}")
+        if told:
+            words = "; ".join(told)
+            self._warn(f"machines of the run {self._file.run} may still run and cost money: {words}")
+
+    def _book(self, account: Account, saved: dict[str, Any] | None, last: LastRelease) -> None:
+        """So that the next manager takes nothing for alive that is gone."""
+        if saved is None:
+            return
         try:
-            async with asyncio.timeout(limit_s):
-                found = [seen.id for seen in await provisioner.list()]
-                for name in found:
-                    await provisioner.release(name)
-        finally:
-            await provisioner.close()
-        if found:
-            self._warn(f"released without the manager: {', '.join(found)}")
+            account.write(last.booked(saved, self._config.price_per_h, time.time()))
+        except (KeyError, TypeError, ValueError) as error:
+            self._warn(f"{ACCOUNT_FILE} is no account, and stays as it is: {error!r}")
+        if account.trouble:
+            self._warn(account.trouble)
 
     def _warn(self, message: str) -> None:
         self._emit(events.Warned(ts=time.time(), where="provisioner", message=message))

@@ -161,14 +161,15 @@ class _Run:
             outcome = f"{type(error).__name__}: {error}"
             raise
         finally:
-            with contextlib.ExitStack() as last:
-                last.push(self.closing)
-                if hasattr(self, "events"):
-                    wall_s = time.monotonic() - self.began
-                    self._emit(events.RunFinished(ts=time.time(), wall_s=wall_s, outcome=outcome))
-                    summary = self._summarise()
-            if summary is not None:
-                self._show(summary, outcome)
+            with self.interrupt.held():
+                with contextlib.ExitStack() as last:
+                    last.push(self.closing)
+                    if hasattr(self, "events"):
+                        wall_s = time.monotonic() - self.began
+                        self._emit(events.RunFinished(ts=time.time(), wall_s=wall_s, outcome=outcome))
+                        summary = self._summarise()
+                if summary is not None:
+                    self._show(summary, outcome)
         return 0
 
     # ---- the parts, in the order they are needed
@@ -467,6 +468,10 @@ class _Run:
             draw_curves(self.folder / "curves.png", log, metrics, title=summary.run)
         except (PenstockError, OSError) as error:
             self._emit(events.Warned(ts=time.time(), where="summary", message=str(error)))
+        # An interrupt that was held for as long as may be is one more reason for having no picture.
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - and so is whatever a library does
+            message = f"there is no picture of the curves: {type(error).__name__}: {error}".rstrip(": ")
+            self._emit(events.Warned(ts=time.time(), where="summary", message=message))
         return summary
 
     def _show(self, summary: Summary, outcome: str) -> None:

@@ -35,6 +35,10 @@ def main(args: argparse.Namespace) -> int:
     if not args.files and not args.overrides:
         raise ConfigError("name a TOML file, e.g. penstock train configs/quickstart.toml")
     config = load_config(args.files, args.overrides)
+    if config.fleet.wanted:
+        from penstock.cli.provision import check_provisioner
+
+        check_provisioner(config.fleet.provisioner, config.fleet.options)
     if args.dry_run:
         print(dump_toml(config), end="")
         return 0

@@ -11,6 +11,11 @@ from pydantic import Field, model_validator
 
 from penstock.config.section import Section
 
+ACCOUNT_FILE = "fleet_account.json"
+"""What machines cost, in the folder of who asks for them."""
+NO_PRICES = ("local", "ray", "kubernetes")
+"""Provisioners whose lists have no prices."""
+
 
 class FleetConfig(Section):
     """Machines that the manager asks for and releases."""
@@ -21,11 +26,12 @@ class FleetConfig(Section):
     options: dict[str, Any] = {}
     """Options of the provisioner, by name."""
     floor: int = Field(default=0, ge=0)
-    """There are never fewer for longer than one takes to start, unless the budget is spent."""
+    """There are never fewer for longer than one takes to start, unless the budget is spent. Instances that joined by
+    hand are part of it, and of `first` and the ceiling, from when they connect."""
     ceiling: int = Field(default=8, ge=0)
-    """There are never more, those that start or leave included."""
+    """No machine is asked for beyond it, those that start or leave included."""
     first: int = Field(default=1, ge=0)
-    """Asked for before anything is known."""
+    """Wanted before anything is known."""
     price_per_h: float = Field(default=0, ge=0, allow_inf_nan=False)
     """Of one machine, where the provisioner tells none."""
     reserved_price_per_h: float = Field(default=0, ge=0, allow_inf_nan=False)
@@ -51,7 +57,7 @@ class FleetConfig(Section):
     call_s: float = Field(default=60, gt=0)
     """Deadline of one call of the provisioner."""
     list_s: float = Field(default=30, gt=0)
-    """Between two lists of what there is."""
+    """Between two lists of what there is; `local` is asked every second at least."""
     release_s: float = Field(default=60, gt=0)
     """For everything to be released when the run ends."""
     idle_s: float = Field(default=600, gt=0)
@@ -68,8 +74,11 @@ class FleetConfig(Section):
                 f"fleet.price_per_h={self.price_per_h:g} beside a trainer that costs nothing: no machine would be worth"
                 " its price; give fleet.reserved_price_per_h or fleet.hour_worth, or fix the number (floor = ceiling)"
             )
-        if (self.budget or self.budget_per_h) and not self.price_per_h and self.provisioner == "local":
-            raise ValueError("fleet.budget needs fleet.price_per_h: without it processes here cost nothing")
+        if (self.budget or self.budget_per_h) and not self.price_per_h and self.provisioner in NO_PRICES:
+            raise ValueError(
+                f"fleet.{'budget' if self.budget else 'budget_per_h'} needs fleet.price_per_h:"
+                f" provisioner {self.provisioner!r} tells no prices"
+            )
         return self
 
     @property
@@ -82,7 +91,8 @@ class FleetFile(Section):
     """What a manager of one's own is told (TOML), or a run's own by its trainer (JSON)."""
 
     run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Marks the run's machines; no two runs at one provider may share it."""
+    """Marks the run's machines; no two runs at one provider may share it. A run's own manager is given its
+    folder's name with a random id."""
     reserved_engines: int = Field(default=0, ge=0)
     """Engines on the trainer's own devices."""
     folder: str = ""

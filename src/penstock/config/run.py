@@ -264,7 +264,7 @@ class WeightsConfig(Section):
     """Host name that agents reach the store by; by default `host`."""
     chunk_mib: float = Field(default=4.0, ge=1 / 64, le=1024)
     connections: int = Field(default=2, ge=1)
-    """TCP connections of one agent's pull."""
+    """TCP connections of one agent's pull; there is at least one to each address."""
     keep_versions: int = Field(default=2, ge=1)
     """Versions held in host memory."""
     keep_gib: float = Field(default=0.0, ge=0)

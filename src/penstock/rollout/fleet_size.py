@@ -19,6 +19,12 @@ __all__ = ["FleetSize", "FleetSizeConfig"]
 
 SMOOTH = 0.3
 """Weight of the newest step in a running mean."""
+MEMORY_H = 1.0
+"""Losses, and the instance-hours that they fell into, fade by e in so long: steps may be far shorter than machines'
+lives, and what one of them lost says little."""
+FIRST_H = 1.0
+"""Instance-hours without a loss that the rate begins with; they fade too. Else a loss in the first minute would be one
+every minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +76,10 @@ class FleetSize:
         """Instance-seconds of generating a step."""
         self.train_s = 0.0
         self.rest_s = 0.0
-        self.preemptions_per_h = 0.0
-        """Of one instance."""
+        self._losses = 0.0
+        self._instance_h = FIRST_H
+        self.unpaid = 0
+        """Instances that are there at no cost to the budget: nobody here has asked for them."""
         self.wanted = max(config.floor, min(config.ceiling, self._affordable, config.first))
         self.cause = "nothing is known yet"
         self._asked = 0
@@ -110,15 +118,17 @@ class FleetSize:
             return
         work_s = times.remote_busy_s + self.reserved_engines * times.window_s
         rest_s = max(0.0, times.step_s - times.window_s - times.train_s - times.trainer_wait_s)
-        rate = 3600 * times.preemptions / (times.fleet * times.step_s) if times.fleet > 0 else self.preemptions_per_h
+        step_h = times.step_s / 3600
+        kept = math.exp(-step_h / MEMORY_H)
+        # A loss may be booked a step late, when none is left: it counts for the hours before it all the same.
+        self._losses = kept * self._losses + times.preemptions
+        self._instance_h = kept * self._instance_h + times.fleet * step_h
         if self.work_s is None:
             self.work_s, self.train_s, self.rest_s = work_s, times.train_s, rest_s
-            self.preemptions_per_h = rate
         else:
             self.work_s += SMOOTH * (work_s - self.work_s)
             self.train_s += SMOOTH * (times.train_s - self.train_s)
             self.rest_s += SMOOTH * (rest_s - self.rest_s)
-            self.preemptions_per_h += SMOOTH * (rate - self.preemptions_per_h)
 
     def step_s(self, instances: int) -> float:
         """A step with so many, as far as is known; of numbers that the last decision looked at."""
@@ -149,14 +159,22 @@ class FleetSize:
             hourly = 1.0
         return hourly * self.step_s(instances) / 3600
 
-    def learn(self, *, start_s: float | None = None, instance_price: float | None = None) -> None:
+    def learn(
+        self, *, start_s: float | None = None, instance_price: float | None = None, unpaid: int | None = None
+    ) -> None:
         """Start-up time and price as they were seen lately, in place of the configured ones."""
+        self.unpaid = self.unpaid if unpaid is None else unpaid
         now = self.config
         self.config = replace(
             now,
             start_s=now.start_s if start_s is None else start_s,
             instance_price=now.instance_price if instance_price is None else instance_price,
         )
+
+    @property
+    def preemptions_per_h(self) -> float:
+        """Of one instance, lately."""
+        return self._losses / self._instance_h if self._instance_h > 0 else 0.0
 
     @property
     def useful_share(self) -> float:
@@ -166,7 +184,9 @@ class FleetSize:
     @property
     def _affordable(self) -> int:
         price = self.config.instance_price
-        return self.config.ceiling if price <= 0 else int(min(1e9, self.config.budget_per_h / price))
+        # Three at 0.2 dollars are 0.6, whatever a quotient of floats says.
+        paid = self.config.ceiling if price <= 0 else int(min(1e9, self.config.budget_per_h / price * (1 + 1e-9)))
+        return self.unpaid + paid
 
     def _best(self, least: int, most: int) -> int:
         """The cheapest number, found downhill from the one wanted: the cost has one valley but for noise."""
@@ -188,10 +208,17 @@ class FleetSize:
         config = self.config
         most = max(config.floor, min(config.ceiling, self._affordable))
         best = self._best(config.floor, most)
-        direction = (best > self.wanted) - (best < self.wanted)
         bounded = max(config.floor, min(most, self.wanted))
+        direction = (best > bounded) - (best < bounded)
         saving = self.step_cost(bounded) - self.step_cost(best)
         faster = self.step_s(bounded) / self.step_s(best) - 1
+        if bounded < self.wanted:
+            # What can't be paid for is not wanted, however long it was.
+            self.cause = (
+                f"{self.wanted} to {bounded}: {config.budget_per_h:g} dollars an hour pay for no more at "
+                f"{config.instance_price:.2f} each"
+            )
+            self.wanted, self._decided = bounded, True
         if direction == 0 or max(saving / self.step_cost(bounded), faster) <= config.worth:
             self._asked = 0
             if not self._decided:

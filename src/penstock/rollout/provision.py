@@ -19,7 +19,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.observe.events import Event, MachineChanged, Warned
+from penstock.rollout.lately import Lately
 from penstock.rollout.provision_calls import Calls
+from penstock.rollout.provision_match import ByHand, matched
 from penstock.rollout.provision_money import Purse
 from penstock.rollout.provision_types import (
     Add,
@@ -69,12 +71,13 @@ class Provision:
         self._machines: list[Machine] = []
         self._ended: deque[Machine] = deque(maxlen=ENDED_SHOWN)
         self._ended_at: dict[str, float] = {}
-        self._wanted_log: deque[tuple[float, int]] = deque()
+        self._wanted_lately = Lately()
         self._now: float | None = None
         self._listed_once = self._clean = False
         self._uncertain_at: float | None = None
         """An add that failed was made then: machines of it may be there and cost something."""
         self._losses = 0
+        self._by_hand = ByHand(config.rejoin_s)
 
     # ---- what there is
 
@@ -91,7 +94,12 @@ class Provision:
     @property
     def cordoned(self) -> set[str]:
         """Peers whose instances get no more work."""
-        return {machine.peer for machine in self._machines if machine.peer and not machine.counts}
+        return {peer for machine in self._machines if not machine.counts for peer in machine.peers}
+
+    @property
+    def by_hand(self) -> int:
+        """Remote instances that are connected, or were a moment ago, and are on none of the machines."""
+        return self._by_hand.number
 
     @property
     def done(self) -> bool:
@@ -105,17 +113,25 @@ class Provision:
 
     # ---- what is wanted
 
-    def want(self, number: int, now: float) -> None:
-        """So many machines are worth having from now on."""
-        self.wanted = number
-        self._wanted_log.append((now, number))
+    @property
+    def price_per_h(self) -> float | None:
+        """Of those that work or will, the mean; else of a further one. None where no price is known."""
+        prices = [machine.price_per_h for machine in self._machines if machine.counts]
+        return sum(prices) / len(prices) if prices else self.purse.price_per_h(self._now or 0.0)
 
-    def restore(self, spent: float, billed: Mapping[str, float], now: float) -> None:
-        """Takes up an earlier manager's account. `billed`: its machines, and since when their cost is not in it."""
+    def want(self, number: int, now: float) -> None:
+        """So many remote instances are worth having from now on, those that joined by hand among them."""
+        self.wanted = number
+        self._wanted_lately.note(self._asked_for(), now)
+
+    def restore(self, spent: float, billed: Mapping[str, float], now: float, by_hand: int = 0) -> None:
+        """Takes up an earlier manager's account. `billed`: its machines, and since when their cost is not in it: it
+        is charged for those that turn out to be there."""
         self._now = now
         self.purse.spent = spent
+        self._by_hand.restore(by_hand, now)
         for name, since in billed.items():
-            self.purse.charge(self._adopt(name, None, now, "an earlier manager had it"), max(0.0, now - since))
+            self._adopt(name, now, "an earlier manager had it").unbilled_since = since
 
     def end(self, cause: str, now: float) -> None:
         """Releases everything, and asks for nothing any more."""
@@ -140,7 +156,7 @@ class Provision:
         self._leave(orders, now)
         self._release(orders, now)
         if active and not self.ending:
-            self._grow(self._bounded(self.wanted), orders, now)
+            self._grow(self._asked_for(), orders, now)
         if now >= self.calls.list_at and not self.calls.pending(ListAll) and not self.done:
             self.calls.list_at = now + self.config.list_s
             self.calls.send(ListAll(self.calls.number()), orders, now)
@@ -159,12 +175,15 @@ class Provision:
             if name in known:
                 continue
             if not waiting:
-                self._adopt(name, None, now, "the provisioner gave more than it was asked for")
+                self._adopt(name, now, "the provisioner gave more than it was asked for")
                 continue
             machine = waiting.pop(0)
             machine.id, machine.call = name, 0
             self._ended_at.pop(name, None)
             self._enter(machine, S.STARTING, "the provisioner has it on its way", now)
+        if self.purse.bounded and self.purse.price_per_h(now) is None:
+            # Others wait for what this one costs.
+            self.calls.list_soon(now)
         if waiting:
             given = sent.call.count - len(waiting)
             self.calls.failed(sent.call, f"it gave {given} machines where {sent.call.count} were asked for", now)
@@ -190,8 +209,10 @@ class Provision:
                 self._missed(machine, sent.at, now)
                 continue
             machine.missing = 0
-            machine.price_per_h = machine.price_per_h if row.price_per_h is None else row.price_per_h
-            if not row.alive and not machine.peer:
+            self._priced(machine, row.price_per_h, now)
+            if row.alive:
+                self.purse.found(machine, self._now or now)
+            if not row.alive and not machine.peers:
                 self._ended_by_itself(machine, row.cause, now)
         for row in found.values():
             self._stray(row, sent.at, now)
@@ -199,8 +220,7 @@ class Provision:
             self._uncertain_at = None
         if not self._listed_once and self._machines:
             # Whoever asked for these knew why: they are not released before this manager knows better.
-            self._wanted_log.append((now, sum(machine.counts for machine in self._machines)))
-            self._wanted_log.append((now, self.wanted))
+            self._wanted_lately.note(sum(machine.counts for machine in self._machines), now)
         self._listed_once = True
 
     def failed(self, call: int, cause: str, now: float) -> None:
@@ -225,7 +245,7 @@ class Provision:
         if machine.adopted and not self._listed_once:
             self._end(machine, S.RELEASED, "it was gone when this manager came", now)
             return
-        if asked_at < machine.since or machine.peer:
+        if asked_at < machine.since or machine.peers:
             # It was asked for before the machine came into this state; or the machine is plainly there.
             return
         machine.missing += 1
@@ -244,22 +264,30 @@ class Provision:
             self._lost(machine, cause or "it ended by itself", now)
 
     def _stray(self, row: Seen, asked_at: float, now: float) -> None:
-        ended_at = self._ended_at.get(row.id)
-        if ended_at is not None and asked_at < ended_at + self.config.call_s:
+        if self._just_ended(row.id, asked_at):
             # Providers show what was released for a moment longer.
             return
-        machine = self._adopt(row.id, row.price_per_h, now, "found at the provisioner")
+        machine = self._adopt(row.id, now, "found at the provisioner")
+        self._priced(machine, row.price_per_h, now)
         if self._uncertain_at is not None:
             self.purse.charge(machine, now - self._uncertain_at)
-        if ended_at is not None:
+        if row.id in self._ended_at:
             self._enter(machine, S.RELEASING, "it was released and is still there", now)
         elif not row.alive:
             machine.fault = row.cause or "it ended by itself"
             self._enter(machine, S.RELEASING, machine.fault, now)
 
-    def _adopt(self, name: str, price_per_h: float | None, now: float, cause: str) -> Machine:
+    def _just_ended(self, name: str, now: float) -> bool:
+        ended_at = self._ended_at.get(name)
+        return ended_at is not None and now < ended_at + self.config.call_s
+
+    def _priced(self, machine: Machine, price_per_h: float | None, now: float) -> None:
+        if price_per_h is not None:
+            self.purse.listed(machine, price_per_h, now if self._now is None else self._now)
+
+    def _adopt(self, name: str, now: float, cause: str) -> Machine:
         """A machine that this manager has not asked for is its own from now on."""
-        price = self.config.price_per_h if price_per_h is None else price_per_h
+        price = self.purse.price_per_h(now) or 0.0
         machine = Machine(self.calls.number(), price, asked_at=now, since=now, id=name, adopted=True)
         self._machines.append(machine)
         self._clean = False
@@ -269,34 +297,37 @@ class Provision:
     # ---- instances
 
     def left(self, peer: str, cause: str, now: float) -> None:
-        """An instance said goodbye by itself, as before a preemption: its machine is not waited for."""
+        """An instance said goodbye by itself, as before a preemption: once none is left, its machine is not waited
+        for."""
         for machine in self._machines:
-            if machine.peer == peer and machine.state is S.JOINED:
-                machine.peer, machine.samples = "", 0
-                self._lost(machine, f"it left: {cause}", now)
+            if peer in machine.peers and machine.state is S.JOINED:
+                machine.peers = tuple(other for other in machine.peers if other != peer)
+                if not machine.peers:
+                    machine.samples = 0
+                    self._lost(machine, f"it left: {cause}", now)
 
     def _match(self, instances: Sequence[InstanceView], now: float) -> None:
-        by_name: dict[str, InstanceView] = {}
-        for view in instances:
-            if not view.reserved:
-                by_name |= dict.fromkeys((view.host.partition(".")[0], view.host, view.name), view)
+        found, others = matched(self._machines, instances)
         for machine in self._machines:
-            seen = by_name.get(machine.id) if machine.id else None
-            if seen is not None:
-                self._present(machine, seen, now)
-            elif machine.peer:
+            if machine.number in found:
+                self._present(machine, found[machine.number], now)
+            elif machine.peers:
                 self._absent(machine, now)
+        ours = {peer for machine in self._machines for peer in machine.peers}
+        self._by_hand.see(others, ours, lambda name: self._just_ended(name, now), now)
 
-    def _present(self, machine: Machine, view: InstanceView, now: float) -> None:
-        machine.peer, machine.samples, machine.missing = view.peer, view.samples, 0
+    def _present(self, machine: Machine, views: Sequence[InstanceView], now: float) -> None:
+        self.purse.found(machine, now)
+        machine.peers, machine.missing = tuple(view.peer for view in views), 0
+        machine.samples = sum(view.samples for view in views)
         if machine.state is S.STARTING:
             machine.loading_at = None
             machine.joined_at = now if machine.joined_at is None else machine.joined_at
             self.calls.joined()
             self._enter(machine, S.JOINED, "its instance joined", now)
-        if view.loading and machine.loading_at is None:
+        if machine.loading_at is None and any(view.loading for view in views):
             machine.loading_at = now
-        if view.ready and not machine.was_ready:
+        if not machine.was_ready and any(view.ready for view in views):
             machine.was_ready = True
             if not machine.adopted and machine.joined_at is not None:
                 # Without its wait for the run's first weights, which no machine is to blame for.
@@ -304,10 +335,10 @@ class Provision:
                 self.start_s += SMOOTH * (machine.joined_at - machine.asked_at + loading_s - self.start_s)
 
     def _absent(self, machine: Machine, now: float) -> None:
-        """Its instance is gone."""
-        machine.peer, machine.samples = "", 0
+        """No instance of it is there any more."""
+        machine.peers, machine.samples = (), 0
         if machine.state is S.DRAINING:
-            if not machine.told:
+            if machine.told_at is None:
                 self._losses += 1
                 self.counts["lost"] += 1
             self._enter(machine, S.RELEASING, machine.cause, now)
@@ -349,36 +380,38 @@ class Provision:
         """Machines beyond this number are not wanted."""
         if self.ending:
             return 0
-        hold_s, log = max(self.config.cool_down_s, self.start_s), self._wanted_log
-        # What was wanted when the window began counts as long as nothing else was.
-        while len(log) > 1 and log[1][0] <= now - hold_s:
-            log.popleft()
-        most = max((number for _, number in log), default=0)
-        return self._bounded(most) if active else 0
+        self._wanted_lately.note(self._asked_for(), now)
+        most = self._wanted_lately.most(now - max(self.config.cool_down_s, self.start_s))
+        return int(most or 0) if active else 0
 
-    def _bounded(self, number: int) -> int:
-        return max(self.config.floor, min(self.config.ceiling, number))
+    def _asked_for(self) -> int:
+        """Of what is wanted, the machines that are not there without us."""
+        return max(0, max(self.config.floor, min(self.config.ceiling, self.wanted)) - self.by_hand)
+
+    def _why(self, number: int) -> str:
+        return f"machines wanted: {number}" + (f", beside {self.by_hand} by hand" if self.by_hand else "")
 
     def _grow(self, number: int, orders: Orders, now: float) -> None:
         counting = sum(machine.counts for machine in self._machines)
         for machine in self._machines:
-            if counting < number and machine.state is S.DRAINING and not machine.told and self._can_keep(machine):
+            stays = machine.state is S.DRAINING and machine.told_at is None
+            if counting < number and stays and self.purse.keeps_too(machine, self._machines):
                 self._enter(machine, S.JOINED, "it is wanted again", now)
                 counting += 1
-        price = self.config.price_per_h
-        paid = self.purse.affords(self._machines, price, self.start_s)
+        paid = self.purse.affords(self._machines, self.start_s, now)
         self._mind_money(number, counting, paid, now)
-        count = min(number - counting, self.config.ceiling - len(self._machines), paid)
+        count = min(number - counting, self.config.ceiling - self.by_hand - len(self._machines), paid)
         if count <= 0 or now < self.calls.grow_at or self.calls.unsure or self.calls.pending(Add):
             return
         call = Add(self.calls.number(), count)
         self.calls.send(call, orders, now)
         self._clean = False
+        price = self.purse.price_per_h(now) or 0.0
         for _ in range(count):
             machine = Machine(self.calls.number(), price, asked_at=now, since=now, call=call.call)
             self._machines.append(machine)
             self.counts["asked"] += 1
-            self._enter(machine, S.ASKED, f"machines wanted: {number}, there: {counting}", now, before="")
+            self._enter(machine, S.ASKED, f"{self._why(number)}, there: {counting}", now, before="")
 
     def _mind_money(self, number: int, counting: int, paid: int, now: float) -> None:
         """Says once that the budget, and nothing else, holds the number down."""
@@ -387,42 +420,47 @@ class Provision:
             return
         before, self.short = self.short, ""
         if number - counting > paid:
-            self.short = (
-                f"{number} machines are wanted and {counting} there; the budget pays for {paid} more, start-up and "
-                f"release included: {self.purse.words()}"
-            )
+            self.short = self.purse.short(number, counting, paid, now)
             if not before:
                 self._emit(Warned(ts=now + self._wall_offset_s, where="provisioner", message=self.short))
-
-    def _can_keep(self, machine: Machine) -> bool:
-        """It, too, can be paid for, with those that count."""
-        working = sum(other.price_per_h for other in self._machines if other.counts) + machine.price_per_h
-        everyone = sum(other.price_per_h for other in self._machines)
-        return self.purse.pays(working, everyone - working)
 
     def _shrink(self, number: int, now: float) -> None:
         """The idle ones first, of those the dearest, of those the youngest."""
         paid = self.purse.keeps(self._machines)
-        why = f"machines wanted: {number}" if number <= paid else f"machines paid for: {paid}, {self.purse.words()}"
+        why = self._why(number) if number <= paid else f"machines paid for: {paid}, {self.purse.words()}"
         number = min(number, paid)
         surplus = sum(machine.counts for machine in self._machines) - number
         going = [machine for machine in self._machines if machine.state in (S.STARTING, S.JOINED)]
         going.sort(key=lambda machine: (machine.samples > 0, -machine.price_per_h, machine.samples, -machine.number))
         cause = self.ending or why
         for machine in going[: max(0, surplus)]:
-            self._enter(machine, S.DRAINING if machine.peer else S.RELEASING, cause, now)
+            self._enter(machine, S.DRAINING if machine.peers else S.RELEASING, cause, now)
 
     def _leave(self, orders: Orders, now: float) -> None:
         for machine in self._machines:
-            if machine.state is not S.DRAINING or machine.told:
+            if machine.state is not S.DRAINING:
                 continue
-            if not machine.samples or self.ending or now - machine.since >= self.config.drain_s:
-                machine.told = True
-                orders.leave.append((machine.peer, f"the machine is released: {machine.cause}"))
+            if machine.told_at is None:
+                if machine.samples and not self.ending and now - machine.since < self.config.drain_s:
+                    continue
+                machine.told_at = now
+            if now - machine.told_at >= self.config.leave_s:
+                # One that stays, or comes again and again, costs as much as one that works.
+                late = f"an instance is there {self.config.leave_s:g} s after it was told to leave"
+                self._enter(machine, S.RELEASING, f"{machine.cause}; {late}", now)
+                continue
+            for peer in machine.peers:
+                if peer not in machine.told:
+                    machine.told.add(peer)
+                    orders.leave.append((peer, f"the machine is released: {machine.cause}"))
 
     def _release(self, orders: Orders, now: float) -> None:
         for machine in self._machines:
-            if machine.state is S.RELEASING and not machine.call and now >= machine.retry_at:
+            # What an earlier manager had costs nothing if it is gone: the first list says so, as a release does not. At
+            # the end nothing is waited for.
+            unlisted = not self.ending and self.calls.unlisted(machine.asked_at, now)
+            unseen = unlisted and machine.unbilled_since is not None
+            if machine.state is S.RELEASING and not machine.call and not unseen and now >= machine.retry_at:
                 machine.call = self.calls.number()
                 self.calls.send(Release(machine.call, machine.id), orders, now)
 

@@ -17,6 +17,8 @@ __all__ = ["Calls", "Sent"]
 
 CALL_GRACE_S = 5.0
 """Beyond a call's own deadline, for its answer to come."""
+FIRST_LIST_S = 5.0
+"""So long a first list is waited for."""
 KINDS: dict[type, str] = {Add: "add", Release: "release", ListAll: "list"}
 
 
@@ -46,6 +48,8 @@ class Calls:
         """Before these times no machine is asked for, and none listed."""
         self._add_streak = self._list_streak = 0
         self._unsure_since = float("-inf")
+        self._first_list = True
+        """It has neither come nor failed."""
 
     def __bool__(self) -> bool:
         """Whether any is in flight."""
@@ -76,6 +80,10 @@ class Calls:
         if not self._list_streak:
             self.list_at = min(self.list_at, now)
 
+    def unlisted(self, since: float, now: float) -> bool:
+        """The first list has neither come nor failed, and may yet: it may as well hang."""
+        return self._first_list and now - since < FIRST_LIST_S
+
     def joined(self) -> None:
         """A machine works: asking for more may go on at once."""
         self._add_streak, self.grow_at = 0, float("-inf")
@@ -83,7 +91,7 @@ class Calls:
             self.trouble = ""
 
     def listed(self, asked_at: float) -> None:
-        self._list_streak = 0
+        self._list_streak, self._first_list = 0, False
         # One from before an add failed doesn't show what came of that.
         self.unsure = self.unsure and asked_at < self._unsure_since
         if not self._add_streak:
@@ -104,7 +112,7 @@ class Calls:
             wait_s = self.wasted(now)
             self.list_soon(now)
         elif isinstance(call, ListAll):
-            self._list_streak += 1
+            self._list_streak, self._first_list = self._list_streak + 1, False
             wait_s = self._wait_s(self._list_streak)
             self.list_at = now + wait_s
         else:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock.rollout.manager import Manager
-from penstock.rollout.outbox import Decisions
 from penstock.rollout.provision_edge import Account, ProvisionEdge
 from penstock.rollout.provision_types import Call, ProvisionConfig, Provisioner
 from penstock.rollout.provisioning import Provisioning
@@ -25,31 +24,33 @@ TICK_S = 0.05
 
 
 class FleetDesk:
-    """`carry_out` takes the manager's decisions. `release_s`: for all machines to be released at the end."""
+    """`decide` asks the manager, with the time, and does what it says.
+
+    `release_s`: for all machines to be released at the end.
+    """
 
     def __init__(
         self,
         manager: Manager,
         config: ProvisionConfig,
         provisioner: Provisioner,
-        carry_out: Callable[[Decisions], None],
+        decide: Callable[..., None],
         *,
         reserved_engines: int = 0,
         account: Path | None = None,
         release_s: float = 60.0,
     ) -> None:
         self._manager = manager
-        self._carry_out = carry_out
+        self._decide = decide
         self._release_s = release_s
         self._account = Account(account)
         self._edge = ProvisionEdge(provisioner, config.call_s, self._answer)
         self._written_at = float("-inf")
         self._written: tuple[str, ...] = ()
-        now = time.monotonic()
         saved = self._account.read()
-        carry_out(manager.provide(config, reserved_engines, saved, now))
+        decide(manager.provide, config, reserved_engines, saved)
         if self._account.trouble:
-            carry_out(manager.warn("provisioner", self._account.trouble, now))
+            decide(manager.warn, "provisioner", self._account.trouble)
 
     @property
     def provisioning(self) -> Provisioning:
@@ -68,30 +69,29 @@ class FleetDesk:
 
     def release(self, cause: str) -> None:
         """Begins to release every machine for good."""
-        self._carry_out(self._manager.end_provision(cause, time.monotonic()))
+        self._decide(self._manager.end_provision, cause)
 
     async def release_all(self, cause: str) -> None:
         """Releases every machine and waits for that; what may still run then is told."""
         self.release(cause)
         deadline = time.monotonic() + self._release_s
         while not self.provisioning.machines.done and time.monotonic() < deadline:
-            self._carry_out(self._manager.tick_machines(time.monotonic()))
+            self._decide(self._manager.tick_machines)
             await asyncio.sleep(TICK_S)
         if not self.provisioning.machines.done:
             left = [machine.name for machine in self.provisioning.machines.machines]
             what = f"machines that may still run and cost money: {', '.join(left)}" if left else "no list confirmed it"
             message = f"not everything was released within {self._release_s:g} s: {what}"
-            self._carry_out(self._manager.warn("provisioner", message, time.monotonic()))
+            self._decide(self._manager.warn, "provisioner", message)
 
     async def close(self) -> None:
         self._write(time.monotonic())
         await self._edge.close()
 
     def _answer(self, call: Call, result: Sequence[Any] | None, cause: str) -> None:
-        now = time.monotonic()
-        self._carry_out(self._manager.on_provisioner(call, result, cause, now))
+        self._decide(self._manager.on_provisioner, call, result, cause)
         # Nobody may hear of a machine that the next manager would not.
-        self.tick(now)
+        self.tick(time.monotonic())
 
     def _write(self, now: float) -> None:
         self._written_at = now

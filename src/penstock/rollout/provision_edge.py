@@ -16,7 +16,7 @@ from typing import Any
 from penstock.errors import PenstockError
 from penstock.rollout.provision_types import Add, Call, Provisioner, Release, Seen
 
-__all__ = ["Account", "ProvisionEdge"]
+__all__ = ["Account", "ProvisionEdge", "words_of"]
 
 log = logging.getLogger("penstock.provision")
 
@@ -50,7 +50,7 @@ class ProvisionEdge:
             async with asyncio.timeout(self._call_s):
                 await self._provisioner.close()
         except Exception as error:  # noqa: BLE001 - see above
-            log.warning("the provisioner could not be closed: %s", _words(error))
+            log.warning("the provisioner could not be closed: %s", words_of(error))
 
     async def _make(self, call: Call) -> None:
         result: Sequence[Any] | None = None
@@ -61,7 +61,7 @@ class ProvisionEdge:
         except TimeoutError as error:
             cause = str(error) or f"it did not come back within {self._call_s:g} s"
         except Exception as error:  # noqa: BLE001 - see above
-            cause = _words(error)
+            cause = words_of(error)
         self._answer(call, result, cause[:CAUSE_CHARS])
 
     async def _ask(self, call: Call) -> Sequence[Any] | None:
@@ -115,7 +115,7 @@ def _checked(found: Any, kind: type, call: str) -> Sequence[Any]:
     return found
 
 
-def _words(error: BaseException) -> str:
+def words_of(error: BaseException) -> str:
     """An error of ours says all; of others the kind says more than the words alone."""
     text = str(error)
     return text if isinstance(error, PenstockError) and text else f"{type(error).__name__}: {text}"

@@ -34,7 +34,7 @@ class JoinOrder:
     """What a machine needs to join this run; given to a provisioner when it is made."""
 
     run: str
-    """Name of the run; a provisioner marks its machines with it, and lists those so marked."""
+    """Names the run as no other is named; a provisioner marks its machines with it, and lists those so marked."""
     manager_url: str
     """As machines reach it."""
     token: str = field(repr=False)
@@ -96,7 +96,7 @@ class MachineState(enum.Enum):
     DRAINING = "draining"
     """Gets no more work; told to leave once it has none, or its time for that is over."""
     RELEASING = "releasing"
-    """No instance is there any more; the provisioner is asked to end it until it has."""
+    """No instance is there any more, or the time to leave is over; the provisioner is asked to end it until it has."""
     RELEASED = "released"
     FAILED = "failed"
     """Ended otherwise than it should have; its cause says how."""
@@ -118,11 +118,18 @@ class Machine:
     cause: str = ""
     cost: float = 0.0
     """Dollars so far."""
+    priced: bool = False
+    """Its price is the provisioner's; else a guess."""
+    unbilled_since: float | None = None
+    """An earlier manager's account has it, and nothing has shown that it was there from then on."""
+    billed_since: float | None = None
+    """Where it differs from `asked_at`: it was asked for by an earlier manager, whose account ends there."""
     fault: str = ""
     """Once it is released, it has failed for this reason."""
-    peer: str = ""
-    """Of its instance, while one is there."""
+    peers: tuple[str, ...] = ()
+    """Of its instances, while any is there."""
     samples: int = 0
+    """On all of them."""
     adopted: bool = False
     """Not asked for by this manager."""
     joined_at: float | None = None
@@ -130,8 +137,10 @@ class Machine:
     was_ready: bool = False
     loading_at: float | None = None
     """Its instance began to load weights."""
-    told: bool = False
-    """Its instance was asked to leave."""
+    told: set[str] = field(default_factory=set)
+    """Peers of its instances that were asked to leave."""
+    told_at: float | None = None
+    """The first of them."""
     ends: int = 0
     """Instances of it that were lost before they were ready."""
     missing: int = 0
@@ -204,9 +213,10 @@ class ProvisionConfig:
     """Bounds, prices (dollars) and deadlines. See `fleet` in the run's configuration."""
 
     floor: int = 0
+    """Of this and the ceiling, instances that joined by hand are part."""
     ceiling: int = 8
     first: int = 1
-    """Asked for before anything is known."""
+    """Wanted before anything is known."""
     price_per_h: float = 0.0
     """Of one machine, where the provisioner tells none."""
     reserved_price_per_h: float = 0.0
@@ -223,7 +233,7 @@ class ProvisionConfig:
     drain_s: float = 60.0
     """For a machine's samples to end where they are; then they go on elsewhere."""
     leave_s: float = 30.0
-    """From being asked to leave until its instance is gone, as the fleet has it."""
+    """From being asked to leave until its instances are gone, as the fleet has it; then it is released all the same."""
     rejoin_s: float = 90.0
     """For a machine whose connection was lost to be back."""
     call_s: float = 60.0

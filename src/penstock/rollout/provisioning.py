@@ -68,11 +68,8 @@ class Provisioning:
     def step(self, report: StepReport, predictor: Predictor | None = None) -> None:
         """A step is over: it is learned from, and the number is to be thought over. `predictor`: where somebody can say
         how long other steps would take."""
-        prices = [machine.price_per_h for machine in self.machines.machines if machine.counts]
-        self.size.learn(
-            start_s=self.machines.start_s,
-            instance_price=sum(prices) / len(prices) if prices else None,
-        )
+        machines = self.machines
+        self.size.learn(start_s=machines.start_s, instance_price=machines.price_per_h, unpaid=machines.by_hand)
         self.size.learn_step(self._use.step(report, self.machines.take_losses()))
         if self._deciding is None:
             # Else the thought goes on: with steps shorter than it, a new one each time would never end.
@@ -110,16 +107,24 @@ class Provisioning:
         return {
             "spent": machines.purse.spent,
             "wanted": machines.wanted,
+            "by_hand": machines.by_hand,
             "machines": [machine.id for machine in machines.machines if machine.id],
             "at": wall_s,
+            # Of machines that nothing has shown yet: an account before this one had them last.
+            "unbilled": {
+                machine.id: machine.unbilled_since + self._wall_offset_s
+                for machine in machines.machines
+                if machine.unbilled_since is not None
+            },
         }
 
     def restore(self, saved: Mapping[str, Any], now: float) -> None:
         """Raises KeyError, TypeError or ValueError for what is no such account."""
-        at = float(saved["at"]) - self._wall_offset_s
-        billed = {str(name): min(at, now) for name in saved["machines"]}
+        unbilled = dict(saved.get("unbilled", {}))
+        since = {str(name): float(unbilled.get(name, saved["at"])) for name in saved["machines"]}
+        billed = {name: min(now, wall_s - self._wall_offset_s) for name, wall_s in since.items()}
         wanted = max(self.config.floor, min(self.config.ceiling, int(saved["wanted"])))
-        self.machines.restore(float(saved["spent"]), billed, now)
+        self.machines.restore(float(saved["spent"]), billed, now, int(saved.get("by_hand", 0)))
         if billed:
             # With no machine the run had ended, or it never wanted any: that is no reason to begin without.
             self.size.wanted = wanted
@@ -140,6 +145,7 @@ class Provisioning:
         machines = self.machines
         return {
             "wanted": machines.wanted,
+            "by_hand": machines.by_hand,
             "cause": self.cause,
             "floor": self.config.floor,
             "ceiling": self.config.ceiling,

@@ -16,6 +16,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -55,6 +56,15 @@ class CommandProvisioner:
             "PENSTOCK_JOIN": shlex.join(["penstock", *join.words()]),
             **_variables(environment),
         }
+        self._check_script()
+
+    def _check_script(self) -> None:
+        """Raises ConfigError for one that can't be called: told once now, and not at every call of a run."""
+        name = self._words[0]
+        if shutil.which(name, path=self._environment.get("PATH")) is None:
+            there = Path(name).is_file()
+            how = "is not executable (chmod +x)" if there else "is not there"
+            raise ConfigError(f"fleet.options.command: {name} {how}")
 
     async def add(self, count: int) -> Sequence[str]:
         lines = await self._run("add", str(count))

@@ -91,7 +91,10 @@ class LocalProvisioner:
         code = self._processes[name].returncode or 0
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         path = self._logs.get(name)
-        tail = path.read_text(errors="replace").splitlines()[-TAIL_LINES:] if path is not None else []
+        if path is None:
+            return how
+        how = f"{how}, see {path.parent.name}/{path.name}"
+        tail = path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         return f"{how}; last words: {' / '.join(tail)}" if tail else how
 
 

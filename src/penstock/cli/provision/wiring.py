@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from penstock.cli.provision import make_provisioner
-from penstock.config.fleet import FleetConfig, FleetFile
+from penstock.config.fleet import ACCOUNT_FILE, FleetConfig, FleetFile
 from penstock.errors import ConfigError
 from penstock.rollout.provision_types import JoinOrder, ProvisionConfig, Provisioner
 from penstock.rollout.server import ManagerServer
@@ -24,6 +24,8 @@ from penstock.rollout.server import ManagerServer
 __all__ = ["provide", "provision_config", "provisioner_of", "read_fleet_file"]
 
 ANYWHERE = ("0.0.0.0", "::", "[::]")
+LOCAL_LIST_S = 1.0
+"""Processes here are listed so often: it costs nothing, and one that ends is told at once."""
 
 
 def read_fleet_file(path: Path) -> FleetFile:
@@ -61,7 +63,7 @@ def provision_config(fleet: FleetConfig, reserved_engines: int) -> ProvisionConf
         rejoin_s=fleet.rejoin_s,
         drain_s=fleet.drain_s,
         call_s=fleet.call_s,
-        list_s=fleet.list_s,
+        list_s=min(fleet.list_s, LOCAL_LIST_S) if fleet.provisioner == "local" else fleet.list_s,
         idle_s=fleet.idle_s,
     )
 
@@ -98,6 +100,6 @@ def provide(server: ManagerServer, settings: FleetFile, url: str, token: str, tl
         provision_config(fleet, settings.reserved_engines),
         provisioner_of(settings, url, token, tls_words),
         reserved_engines=settings.reserved_engines,
-        account=Path(settings.folder) / "fleet_account.json" if settings.folder else None,
+        account=Path(settings.folder) / ACCOUNT_FILE if settings.folder else None,
         release_s=fleet.release_s,
     )

@@ -1,0 +1,176 @@
+"""A run whose manager is gone releases its machines itself: all that it can, whatever fails, and the rest is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import last_release
+from penstock.cli.run_fleet import RunFleet
+from penstock.config.run import RunConfig
+from penstock.errors import ProvisionError
+from penstock.observe.events import Event, Warned
+from penstock.rollout.provision_types import JoinOrder, Seen
+from penstock.train.edge import EdgeLoop
+
+GONE_MANAGER = "http://127.0.0.1:9"
+
+
+class Cloud:
+    """`there`: machines by name, with their price. `ended`: those that are listed as ended for good, and how often each
+    was released. `faults`: by machine (or `list`), what its next calls meet."""
+
+    there: dict[str, float | None]
+    ended: dict[str, int]
+    faults: dict[str, list[str]]
+
+    def __init__(self, join: JoinOrder) -> None:
+        pass
+
+    async def _meet(self, key: str) -> None:
+        faults = self.faults.get(key)
+        fault = faults.pop(0) if faults else ""
+        if fault == "hangs":
+            await asyncio.Event().wait()
+        elif fault:
+            raise ProvisionError(fault)
+
+    async def add(self, count: int) -> list[str]:
+        raise AssertionError
+
+    async def release(self, machine: str) -> None:
+        await self._meet(machine)
+        self.there.pop(machine, None)
+        if machine in self.ended:
+            self.ended[machine] += 1
+
+    async def list(self) -> list[Seen]:
+        await self._meet("list")
+        ended = [Seen(name, False, "terminated") for name in self.ended]
+        return [*ended, *(Seen(name, price_per_h=price) for name, price in self.there.items())]
+
+    async def close(self) -> None:
+        raise RuntimeError("it won't be closed")
+
+
+class End:
+    """A run that ends, and what it says."""
+
+    def __init__(self, folder: Path, machines: dict[str, float | None], provisioner: str) -> None:
+        self.folder = folder
+        Cloud.there, Cloud.ended, Cloud.faults = machines, {}, {}
+        fleet = {"provisioner": provisioner, "call_s": 0.5, "price_per_h": 10.0, "hour_worth": 1.0}
+        data = {"train": [{"kind": "jsonl", "path": "q"}]}
+        reward = {"function": "a:b"}
+        run = {"model": {"path": "m"}, "data": data, "reward": reward, "fleet": fleet}
+        self.config = RunConfig.model_validate(run)
+        self.release_s = 30.0
+        self.events: list[Event] = []
+
+    def account(self, machines: Any, hours: float = 0.0, **unbilled_hours: float) -> None:
+        now = time.time()
+        unbilled = {name: now - 3600 * hours for name, hours in unbilled_hours.items()}
+        saved = {"spent": 5.0, "wanted": 3, "machines": machines, "unbilled": unbilled, "at": now - 3600 * hours}
+        (self.folder / "fleet_account.json").write_text(json.dumps(saved))
+
+    @property
+    def kept(self) -> Any:
+        return json.loads((self.folder / "fleet_account.json").read_text())
+
+    def release(self) -> str:
+        with EdgeLoop() as edge:
+            fleet = self.config.fleet.model_copy(update={"release_s": self.release_s})
+            config = self.config.model_copy(update={"fleet": fleet})
+            RunFleet(config, self.folder, GONE_MANAGER, "t", "t", edge, self.events.append).release()
+        told = [event.message for event in self.events if isinstance(event, Warned)]
+        assert told[0].startswith("the manager did not release the run's machines")
+        return "\n".join(told[1:])
+
+
+@pytest.fixture
+def end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> End:
+    monkeypatch.setattr(last_release, "RETRY_S", 0.01)
+    monkeypatch.setattr(last_release, "RETRY_MOST_S", 0.05)
+    return End(tmp_path, {"a": None, "b": None, "c": 4.0, "stray": None}, f"{__name__}:Cloud")
+
+
+def test_one_that_fails_or_hangs_is_tried_again_and_holds_up_no_other(end: End) -> None:
+    end.account(["a", "b", "c", "gone"], hours=2.0, a=3.0, gone=100.0)
+    Cloud.faults = {
+        "list": ["throttled"],
+        "a": ["RequestLimitExceeded"] * 2,
+        "b": ["hangs"],
+        "c": ["no"] * 5,
+        "stray": ["no"],
+    }
+    told = end.release()
+    assert Cloud.there == {}
+    head, _, names = told.partition(": ")
+    assert head == "released without the manager"
+    assert set(names.split(", ")) == {"a", "b", "c", "gone", "stray"}
+    # One has a price of its own; one was not seen by the manager that is gone; one was not there any more.
+    assert end.kept["machines"] == []
+    assert end.kept["spent"] == pytest.approx(5.0 + 3 * 10.0 + 2 * (10.0 + 4.0), rel=1e-2)
+    assert end.kept["unbilled"] == {}
+    assert end.kept["at"] == pytest.approx(time.time(), abs=60)
+    assert end.kept["wanted"] == 3
+
+
+def test_what_may_still_run_is_told_by_name_with_its_cause_and_stays_in_the_account(end: End) -> None:
+    end.release_s = 3.0
+    end.account(["a", "b"])
+    Cloud.faults = {"a": ["not allowed"] * 1000, "c": ["hangs"] * 1000}
+    told = end.release()
+    assert set(Cloud.there) == {"a", "c"}
+    first, second = told.splitlines()
+    assert set(first.removeprefix("released without the manager: ").split(", ")) == {"b", "stray"}
+    assert "may still run and cost money: " in second
+    assert "a (not allowed)" in second
+    assert "c (its release did not come back within 0.5 s)" in second
+    assert set(end.kept["machines"]) == {"a", "c"}
+
+
+def test_one_that_is_listed_as_ended_is_gone_once_its_release_came_back(end: End) -> None:
+    end.account(["a", "x"])
+    Cloud.there = {"a": None}
+    Cloud.ended = {"x": 0, "y": 0}
+    Cloud.faults = {"a": ["no"] * 3, "y": ["throttled"] * 2}
+    told = end.release()
+    head, _, names = told.partition(": ")
+    assert head == "released without the manager"
+    assert set(names.split(", ")) == {"a", "x", "y"}
+    assert end.kept["machines"] == []
+    assert Cloud.ended == {"x": 1, "y": 1}
+
+
+def test_where_nothing_can_be_listed_what_the_account_names_is_released(end: End) -> None:
+    end.release_s = 3.0
+    end.account(["a", "b"], hours=2.0, a=3.0)
+    before = end.kept["unbilled"]
+    Cloud.faults = {"list": ["hangs", "hangs"] + ["the API is down"] * 1000, "a": ["no"]}
+    told = end.release()
+    assert set(Cloud.there) == {"c", "stray"}
+    for part in ("a (it was released, and no list confirmed it)", "they can't be listed: "):
+        assert part in told
+    assert set(end.kept["machines"]) == {"a", "b"}
+    assert end.kept["unbilled"] == before
+    assert end.kept["spent"] == pytest.approx(5.0 + 2 * 10.0, rel=1e-2)
+
+
+def test_an_account_that_is_none_stays_and_a_provisioner_that_can_t_be_made_is_told(tmp_path: Path) -> None:
+    end = End(tmp_path, {}, f"{__name__}:Nobody")
+    end.account(["a"])
+    assert "a (nobody could release it); they can't be listed: fleet.provisioner=" in end.release()
+    assert end.kept["machines"] == ["a"]
+
+    end = End(tmp_path, {"a": None}, f"{__name__}:Cloud")
+    (tmp_path / "fleet_account.json").write_text('{"machines": 3}')
+    told = end.release()
+    assert Cloud.there == {}
+    assert "fleet_account.json is no account, and stays as it is" in told
+    assert end.kept == {"machines": 3}

@@ -1,0 +1,85 @@
+"""`penstock train`: a provisioner that can't be made is refused before anything is, and a dry run says so too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock import cli
+
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.toml")
+OWN = """
+class MyCloud:
+    def __init__(self, join, *, region):
+        raise RuntimeError("only a run may reach for machines")
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.delitem(sys.modules, "cloud_of_mine", raising=False)
+    (tmp_path / "cloud_of_mine.py").write_text(OWN)
+    (tmp_path / "plain.sh").write_text("#!/bin/sh\n")
+    script = tmp_path / "fleet.sh"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize("how", [["--dry-run"], []])
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["comand"], "fleet.provisioner='comand' can't be made: there is none of that name; it is one of local, comm"),
+        (["cloud_of_mine:MyClod"], "can't be made: module 'cloud_of_mine' has no attribute 'MyClod'"),
+        (["cloud_of_yours:MyCloud"], "can't be made: No module named 'cloud_of_yours'"),
+        (["cloud_of_mine:MyCloud"], "can't be made: missing a required argument: 'region'"),
+        (["cloud_of_mine:MyCloud", "--fleet.options.regin=a"], "can't be made with the options regin: "),
+        (["command"], "missing 1 required keyword-only argument: 'command'"),
+        (["command", "--fleet.options.command=./gone.sh add"], "fleet.options.command: ./gone.sh is not there"),
+        (["command", "--fleet.options.command=./plain.sh"], "fleet.options.command: ./plain.sh is not executable"),
+        (["command", "--fleet.options.command=no-such-program"], "fleet.options.command: no-such-program is not there"),
+        (["local", "--fleet.options.argument=x"], "can't be made with the options argument: "),
+    ],
+)
+def test_a_provisioner_that_can_t_be_made_is_refused_before_anything_is_started(
+    how: list[str], words: list[str], says: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(path.name for path in here.iterdir() if path.name != "__pycache__")
+    name, *options = words
+    assert cli.main(["train", QUICKSTART, *how, f"--fleet.provisioner={name}", *options]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("penstock: error: ")
+    assert says in said.err
+    assert len(said.err.splitlines()) == 1
+    assert sorted(path.name for path in here.iterdir() if path.name != "__pycache__") == before
+
+
+def test_a_template_that_is_not_there_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("kubernetes")
+    words = ["--fleet.provisioner=kubernetes", "--fleet.options.template=gone.yaml"]
+    assert cli.main(["train", QUICKSTART, "--dry-run", *words]) == 2
+    assert "the template gone.yaml can't be read: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["cloud_of_mine:MyCloud", "--fleet.options.region=there"],
+        ["command", "--fleet.options.command=./fleet.sh --zone a"],
+        ["command", "--fleet.options.command=sh -c true"],
+        ["local"],
+        ["none"],
+    ],
+)
+def test_one_that_can_be_made_passes_a_dry_run(
+    words: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *options = words
+    assert cli.main(["train", QUICKSTART, "--dry-run", f"--fleet.provisioner={name}", *options]) == 0
+    assert f'provisioner = "{name}"' in capsys.readouterr().out

@@ -1,0 +1,122 @@
+"""Instances that joined by hand, beside the machines that are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from provision_world import CONFIG, World, grown
+
+from penstock.rollout.provision_match import ByHand
+from penstock.rollout.provision_types import InstanceView, MachineState
+
+JOINED = MachineState.JOINED
+
+
+@pytest.mark.parametrize(("by_hand", "asked"), [(0, 3), (2, 1), (3, 0), (5, 0)])
+def test_instances_that_joined_by_hand_are_part_of_what_is_wanted(by_hand: int, asked: int) -> None:
+    world = World(by_hand=by_hand)
+    world.machines.want(3, 0.0)
+    world.pass_time(60)
+    assert (world.asked_in_all, len(world.alive())) == (asked, asked)
+    assert world.machines.by_hand == by_hand
+
+
+def test_floor_and_ceiling_bound_all_instances() -> None:
+    world = World(by_hand=1, config=replace(CONFIG, floor=2, ceiling=3))
+    world.pass_time(60)
+    assert len(world.alive()) == 1
+    world.machines.want(9, world.now)
+    world.pass_time(60)
+    assert len(world.alive()) == 2
+
+
+def test_an_instance_that_joins_by_hand_lets_a_machine_go_after_the_cool_down_and_is_replaced_once_missed() -> None:
+    world = grown(2)
+    world.by_hand = 1
+    world.pass_time(CONFIG.cool_down_s - 2)
+    assert world.states() == [JOINED] * 2
+    world.pass_time(CONFIG.drain_s + 10)
+    assert len(world.alive()) == 1
+    assert "machines wanted: 1, beside 1 by hand" in world.changes("draining")[0].cause
+    world.by_hand = 0
+    world.pass_time(CONFIG.rejoin_s - 1)
+    assert len(world.alive()) == 1, "it may be back"
+    world.pass_time(5)
+    assert len(world.alive()) == 2
+
+
+def hand(number: int, loading: bool, ready: bool) -> list[InstanceView]:
+    return [InstanceView(f"h{k}", f"h{k}", "desk", loading, ready, False, 0) for k in range(number)]
+
+
+@pytest.mark.parametrize(("loading", "ready"), [(True, False), (False, False), (False, True)])
+def test_by_hand_counts_who_is_connected_whatever_its_state_for_floor_and_ceiling_too(
+    loading: bool, ready: bool
+) -> None:
+    world = World(config=replace(CONFIG, floor=4, ceiling=4))
+    world.views = lambda: hand(4, loading, ready)  # type: ignore[method-assign]
+    world.pass_time(60)
+    assert (world.machines.by_hand, world.asked_in_all) == (4, 0)
+
+
+def test_an_instance_by_hand_counts_for_as_long_as_its_connection_is_there() -> None:
+    world = World()
+    world.machines.want(4, 0.0)
+    for loading, ready in ((False, True), (False, False), (True, False), (False, True)):
+        world.views = lambda loading=loading, ready=ready: hand(4, loading, ready)  # type: ignore[method-assign, misc]
+        world.pass_time(3 * CONFIG.rejoin_s)
+    assert world.asked_in_all == 0
+
+
+def test_neither_reserved_instances_nor_those_of_a_machine_that_just_ended_are_by_hand() -> None:
+    world = grown(1, works=False)
+    world.machines.want(0, world.now)
+    world.pass_time(CONFIG.cool_down_s + 5)
+    assert world.states() == []
+    world.machines.tick([InstanceView("m-1", "m-1", "desk", False, True, False, 0)], world.now)
+    assert world.machines.by_hand == 0, "its connection is not missed yet"
+    world.machines.tick([InstanceView("engine", "engine", "desk", False, True, True, 0)], world.now)
+    assert world.machines.by_hand == 0
+
+
+def test_an_instance_is_not_by_hand_any_more_once_its_machine_is_known() -> None:
+    world = grown(3)
+    world.another_manager(keep_account=False)
+    world.step()
+    assert world.machines.by_hand == 3
+    world.pass_time(3)
+    assert (world.machines.by_hand, world.states()) == (0, [JOINED] * 3)
+    world.pass_time(CONFIG.cool_down_s + CONFIG.rejoin_s)
+    assert len(world.alive()) == 3
+
+
+def never(name: str) -> bool:
+    """None of these machines has just ended."""
+    return False
+
+
+def test_an_instance_by_hand_that_comes_back_by_another_connection_is_one() -> None:
+    by_hand = ByHand(15.0)
+    by_hand.see(hand(2, False, True), (), never, 0.0)
+    by_hand.see(hand(1, False, True), (), never, 10.0)
+    assert by_hand.number == 2, "it may be back"
+    by_hand.see([*hand(1, False, True), InstanceView("again", "h1", "desk", False, True, False, 0)], (), never, 12.0)
+    assert by_hand.number == 2
+    by_hand.see(hand(1, False, True), (), never, 27.0)
+    assert by_hand.number == 2
+    by_hand.see(hand(1, False, True), (), never, 28.0)
+    assert by_hand.number == 1
+
+
+def test_another_manager_waits_for_instances_that_had_joined_by_hand() -> None:
+    world = grown(3, by_hand=0)
+    world.machines.want(5, world.now)
+    world.by_hand = 1
+    world.pass_time(5)
+    world.another_manager()
+    world.by_hand = 0
+    world.pass_time(CONFIG.rejoin_s - 2)
+    assert world.asked_in_all == 3
+    world.pass_time(10)
+    assert world.asked_in_all == 4
