@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import socket
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,8 @@ import pytest
 import ray
 
 from penstock.cli.provision import make_provisioner
-from penstock.rollout.provision_types import JoinOrder, ProvisionConfig, Provisioner
+from penstock.errors import ProvisionError
+from penstock.rollout.provision_types import JoinOrder, ProvisionConfig, Provisioner, Seen
 from penstock.rollout.server import ManagerServer, ServerConfig
 
 WAIT_S = 90.0
@@ -115,3 +120,88 @@ async def test_an_agent_that_ended_says_so_and_one_whose_actor_is_killed_ends(se
     pid = next(iter(server.manager.fleet)).pid
     ray.kill(ray.get_actor(other, namespace="penstock"), no_restart=True)
     await until(lambda: not lives(pid), "the orphan's end")
+
+
+class Head:
+    """A cluster of its own, on whose nodes there is no penstock."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        words = [f"--port={self.port}", "--num-cpus=1", "--include-dashboard=false", "--disable-usage-stats"]
+        script = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script, "start", "--head", "--block", f"--temp-dir={self.folder}", *words],
+            env=environment,
+            cwd=self.folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
+                return
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(WAIT_S)
+
+
+@pytest.fixture
+def head() -> Iterator[Head]:
+    with tempfile.TemporaryDirectory(prefix="pst-ray-", ignore_cleanup_errors=True) as folder:
+        made = Head(folder)
+        yield made
+        made.stop()
+
+
+async def listed(provisioner: Provisioner) -> Sequence[Seen]:
+    """The first list that there is; what fails before it is told in words."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        with contextlib.suppress(ProvisionError):
+            return await provisioner.list()
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.5)
+
+
+async def test_nodes_without_penstock_are_told_as_that(head: Head) -> None:
+    provisioner = provisioner_for("http://127.0.0.1:9", "bare", address=head.address, resources={})
+    (name,) = await provisioner.add(1)
+    deadline = time.monotonic() + WAIT_S
+    while (found := await listed(provisioner))[0].alive:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+    assert [(seen.id, "No module named 'penstock'; penstock must be installed" in seen.cause) for seen in found] == [
+        (name, True)
+    ]
+    await provisioner.release(name)
+    assert await provisioner.list() == []
+    await provisioner.close()
+
+
+async def test_a_head_that_dies_ends_no_manager_and_its_return_is_met(
+    head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ray's library ends its process so long after the head has gone.
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "3")
+    provisioner = provisioner_for("http://127.0.0.1:9", "headless", address=head.address, resources={})
+    assert await listed(provisioner) == []
+    head.stop()
+    with pytest.raises(ProvisionError, match=r"the process that speaks to Ray has ended: .*Failed to connect to GCS"):
+        await provisioner.list()
+    with pytest.raises(ProvisionError, match=r"no Ray cluster|has ended: .*GCS"):
+        await provisioner.list()
+    head.start()
+    assert await listed(provisioner) == []
+    await provisioner.close()
