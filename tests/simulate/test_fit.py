@@ -17,11 +17,17 @@ from penstock.errors import ConfigError
 from penstock.observe import events
 from penstock.observe.events import Event, Work
 from penstock.observe.log import EventLog
+from penstock.rollout.offload import FixedWindow, Offload
 from penstock.simulate.fit import NEVER_FULL, fit_profile
+from penstock.simulate.fit_report import as_json, as_text
 from penstock.simulate.least_squares import Prior, robust_fit
 from penstock.simulate.observed import gather
+from penstock.simulate.outcome import Outcome
 from penstock.simulate.own_run import OFF, own_run
-from penstock.simulate.profiles import shipped
+from penstock.simulate.profiles import Profile, shipped
+from penstock.simulate.strategy import Strategy
+from penstock.simulate.traces import Trace
+from penstock.simulate.world import simulate
 
 TRUTH = (0.006, 2e-5, 3e-8, 2e-5)
 CONFIG = {
@@ -127,6 +133,70 @@ def test_the_machine_that_made_the_log_is_found() -> None:
     assert profile.store_gbit_s == pytest.approx(32.0)
     assert (profile.prompts, profile.samples_per_prompt, profile.lengths.max_tokens) == (4, 8, 900)
     assert profile.lengths.growth_per_step == pytest.approx(0.05, rel=0.01)
+
+
+def test_each_part_of_a_profile_is_from_its_own_place_in_the_log() -> None:
+    rng = random.Random(1)
+    own = worked(rng, "own", rows=20, reserved=True, slowness=2.0)
+    log = log_of(own, worked(rng, "a", rows=30), worked(rng, "other", reserved=True, slowness=2.0))
+    # Evaluations are no training.
+    log.append(events.AnswersEnded(**{**msgspec.structs.asdict(answers("eval-3")), "prompt_tokens": 900.0}))
+    profile = fit_profile(gather(log)).profile
+    assert profile.name == "mine"
+    assert profile.reserved_instances == 2
+    assert profile.reserved.step_base_s == pytest.approx(2 * TRUTH[0], rel=1e-3)
+    assert profile.spot.step_base_s == pytest.approx(TRUTH[0], rel=1e-3)
+    assert profile.spot.max_running == profile.reserved.max_running == 256
+    assert profile.weights_gb == 1.0
+    training = profile.training
+    assert (training.micro_batch_samples, training.optimizer_s) == (16, pytest.approx(1.4))
+    assert training.s_per_token == pytest.approx(9.6 / (8000 + 32 * 50))
+    lengths = profile.lengths
+    assert (lengths.prompt_tokens, lengths.prompt_share) == (50, pytest.approx(0.4))
+    # As they were at the first step: they grow by a twentieth from there.
+    assert lengths.quantiles == pytest.approx([100.0 * (1 + k / 10) for k in range(21)], rel=5e-3)
+    assert lengths.median_tokens == pytest.approx(200.0, rel=5e-3)
+
+
+def test_the_first_step_in_which_engines_warm_up_says_nothing_of_training() -> None:
+    log = log_of(worked(random.Random(1), "a"), steps=2)
+    first = next(event for event in log if isinstance(event, events.StepFinished))
+    first.metrics |= {"train_s": 50.0, "step_s": 90.0}
+    training = fit_profile(gather(log)).profile.training
+    assert training.s_per_token == pytest.approx(9.6 / (8000 + 32 * 50))
+    assert training.optimizer_s == pytest.approx(1.4)
+
+
+def test_a_growth_within_its_own_error_is_none() -> None:
+    log = [event for event in log_of(worked(random.Random(1), "a")) if not isinstance(event, events.AnswersEnded)]
+    for step, factor in enumerate((1.0, 1.3, 0.8, 1.2, 1.05)):
+        log.append(msgspec.structs.replace(answers(f"train-{step}"), quantiles=[factor * 100.0] * 21))  # type: ignore[type-var]
+    lengths = fit_profile(gather(log)).profile.lengths
+    assert lengths.growth_per_step == 0.0
+    assert lengths.median_tokens == pytest.approx(107.0)
+
+
+def test_machines_with_other_places_are_of_another_kind_though_they_are_as_fast() -> None:
+    rng = random.Random(3)
+    wide = msgspec.structs.replace(worked(rng, "wide", rows=8), max_running=512)  # type: ignore[type-var]
+    fitted = fit_profile(gather(log_of(worked(rng, "a", rows=20), wide)))
+    assert fitted.members == {"spot": ["a"], "spot-wide": ["wide"]}
+    assert fitted.profile.spot.max_running == 256
+    assert fitted.profile.kinds["spot-wide"].max_running == 512
+
+
+def test_what_a_fit_says_of_its_errors_is_which_of_them_they_are() -> None:
+    fitted = fit_profile(gather(log_of(worked(random.Random(7), "a", 30, noise=0.05))))
+    solution = fitted.residuals["spot"]
+    assert 0 < solution.median_residual < solution.worst_residual / 2
+    words = f"spot (a): 30 rows, off by {solution.median_residual:.1%} in the middle and {solution.worst_residual:.1%}"
+    assert as_text(fitted).startswith(words)
+    assert as_json(fitted)["residuals"]["spot"] == {
+        "instances": ["a"],
+        "rows": 30,
+        "median": solution.median_residual,
+        "worst": solution.worst_residual,
+    }
 
 
 def came(version: int, wall_s: float, nbytes: int, way: str) -> Event:
@@ -247,6 +317,47 @@ def test_a_fit_is_checked_against_its_own_run() -> None:
         assert ("does not explain its run" in own.words) == (times == 2)
 
 
+def with_config(log: list[Event], **rollout: object) -> list[Event]:
+    config = {**CONFIG, "rollout": {**CONFIG["rollout"], **rollout}}
+    return [events.RunStarted(ts=0.0, run="mine", version="1", config=config), *log[1:]]
+
+
+@pytest.mark.parametrize(("window", "kind"), [("off", None), ("auto", Offload), ("2.5", FixedWindow)])
+def test_the_own_run_is_simulated_with_its_machines_when_they_were_there_and_its_window(
+    window: str, kind: type | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`b` leaves in the third step and comes again in the fourth; `own` is the trainer's."""
+    log = with_config(run_log(14.0), window=window)
+    log += [worked(random.Random(4), "own", 20, reserved=True, slowness=3.0)]
+    log += [changed("own", "ready", 80.0), changed("b", "ready", 150.0), changed("a", "gone", 170.0)]
+    seen = gather(log)
+    fitted = fit_profile(seen)
+    runs: list[tuple[Profile, Trace, Strategy, dict[str, object]]] = []
+
+    def simulated(profile: Profile, trace: Trace, strategy: Strategy, **how: object) -> Outcome:
+        runs.append((profile, trace, strategy, how))
+        return simulate(profile, trace, strategy, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("penstock.simulate.own_run.simulate", simulated)
+    assert own_run(seen, fitted) is not None
+    assert [how for *_, how in runs] == [{"steps": 5, "seed": seed} for seed in (0, 1, 2)]
+    profile, trace, strategy, _ = runs[0]
+    shown = [(change.at_s, change.node, change.there) for change in trace.changes]
+    everyone = [
+        (0.0, "spot:a.1", True),
+        (0.0, "spot:b.1", True),
+        (35.0, "spot:b.1", False),
+        (50.0, "spot:b.2", True),
+    ]
+    turns = kind is not None
+    assert sorted(shown) == sorted(everyone if turns else [*everyone, (0.0, "reserved:own.1", True)])
+    assert strategy.window is None if kind is None else isinstance(strategy.window, kind)
+    if isinstance(strategy.window, FixedWindow):
+        assert strategy.window.seconds == 2.5
+    if not turns:
+        assert profile.remote("reserved:own.1") == profile.reserved != profile.spot
+
+
 @pytest.mark.parametrize(
     ("keep", "says"),
     [
@@ -284,6 +395,25 @@ def test_fit_writes_a_profile_that_simulates(tmp_path: Path, capsys: pytest.Capt
     words = ["simulate", str(tmp_path / "profile.toml"), "--machines", "2", "--steps", "3", "--json"]
     assert cli.main(words) == 0
     assert all(row["tokens_per_dollar"] > 0 for row in json.loads(capsys.readouterr().out)["rows"])
+
+
+def test_fit_has_the_prices_that_are_given_and_writes_where_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for event in log_of(worked(random.Random(5), "a")):
+            log.emit(event)
+    out = tmp_path / "mine.toml"
+    assert cli.main(["simulate", "fit", str(tmp_path), "--prices", "80,5,20", "--out", str(out)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == str(out)
+    assert not (tmp_path / "profile.toml").exists()
+    prices = shipped(str(out)).prices
+    assert (prices.reserved, prices.spot, prices.on_demand) == (80.0, 5.0, 20.0)
+    # What is known of its errors stands in the file as it was printed, and so does whether it explains its run.
+    assert "note: the log does not say which instances were there when" in said
+    head = out.read_text().partition("\n\n")[0].splitlines()
+    assert head == [f"# Fitted from {tmp_path}.", *(f"# {line}" for line in said[:-1])]
 
 
 @pytest.mark.parametrize(

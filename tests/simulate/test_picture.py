@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from simulated import MACHINE, small_profile
 
+from penstock.errors import StorageError
 from penstock.rollout.balance import ShortestQueue
+from penstock.rollout.offload import StepTimes
 from penstock.simulate.baselines import STRATEGIES, make_strategy
-from penstock.simulate.outcome import Outcome
+from penstock.simulate.outcome import Asked, Outcome, StepOutcome
 from penstock.simulate.picture import (
     BLUE,
     GREEN,
@@ -23,8 +29,10 @@ from penstock.simulate.picture import (
     shown_lanes,
     style_of,
 )
+from penstock.simulate.profiles import Prices, Profile
+from penstock.simulate.report import in_words
 from penstock.simulate.strategy import FixedSize, Strategy
-from penstock.simulate.traces import Change, Trace, static_trace
+from penstock.simulate.traces import Change, Trace, from_counts, static_trace
 from penstock.simulate.world import simulate
 
 
@@ -124,18 +132,142 @@ def test_a_strategy_looks_the_same_whatever_it_is_compared_with_and_like_no_othe
         assert style_of(name, names)[0] not in (BLUE, GREEN, ORANGE, PALE)
 
 
-def test_lines_stay_below_the_top_of_their_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+Drawn = Callable[[Sequence[Outcome], Profile, Trace, int | None], list[Any]]
+
+
+@pytest.fixture
+def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Drawn:
+    """Draws a picture and gives its panels."""
     figure = pytest.importorskip("matplotlib.figure")
-    drawn = []
+    figures: list[Any] = []
     save = figure.Figure.savefig
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k))[1])
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
+
+    def panels(outcomes: Sequence[Outcome], profile: Profile, trace: Trace, step: int | None = None) -> list[Any]:
+        draw_run(tmp_path / "run.png", outcomes, profile, trace, step)
+        return list(figures[-1].axes)
+
+    return panels
+
+
+def test_lines_stay_below_the_top_of_their_panel(drawn: Drawn) -> None:
     profile = small_profile()
     trace = static_trace(2, 1e9)
     outcome = simulate(profile, trace, make_strategy("rlboost", profile, machines=2), steps=2)
-    draw_run(tmp_path / "run.png", [outcome], profile, trace)
-    for axes in drawn[0].axes[1:]:
+    for axes in drawn([outcome], profile, trace, None)[1:]:
         top = max(max(line.get_ydata()) for line in axes.lines)
         assert axes.get_ylim()[1] > 1.05 * top
+
+
+def bars(axes: Any, label: str) -> dict[str, list[tuple[float, float]]]:
+    """Bars of one kind by the name of their lane: (from, to)."""
+    names = [tick.get_text() for tick in axes.get_yticklabels()]
+    found: dict[str, list[tuple[float, float]]] = {}
+    for part in (part for part in axes.collections if part.get_label() == label):
+        for path in part.get_paths():
+            (x0, y0), (x1, y1) = path.get_extents().min, path.get_extents().max
+            found.setdefault(names[round((y0 + y1) / 2)], []).append((x0, x1))
+    return found
+
+
+def test_a_lane_s_bars_are_what_its_machine_did_in_seconds_of_the_step(drawn: Drawn) -> None:
+    colors = pytest.importorskip("matplotlib.colors")
+    profile, trace = small_profile(), static_trace(2, 1e9)
+    outcome = simulate(profile, trace, make_strategy("rlboost", profile, machines=2), steps=3)
+    step = outcome.steps[1]
+    axes = drawn([outcome], profile, trace, 1)[0]
+    kinds = {"remote instance generates": (True, BLUE), "reserved engine generates": (False, GREEN)}
+    for label, (remote, colour) in kinds.items():
+        lanes = [lane for lane in lanes_of(outcome, step) if lane.remote is remote]
+        assert len(lanes) == 2
+        assert bars(axes, label) == {lane.name: [pytest.approx(part) for part in lane.works] for lane in lanes}
+        for part in (part for part in axes.collections if part.get_label() == label):
+            assert part.get_facecolor()[0] == pytest.approx(colors.to_rgba(colour))
+    spans = [pytest.approx((a - step.began_s, b - step.began_s)) for a, b in step.trainer_spans]
+    assert bars(axes, "trains") == {"trainer": spans}
+    (bound,) = (line for line in axes.lines if line.get_linestyle() == "--")
+    assert list(bound.get_xdata()) == [step.bound_s] * 2
+    assert axes.get_xlim() == (0, step.times.step_s)
+    times = step.times
+    title = axes.get_title("left")
+    assert f"step 1: {in_words(times.step_s)} s; reserved engines generate {in_words(times.window_s)} s" in title
+    assert title.endswith(f"the trainer waits {in_words(times.trainer_wait_s)} s")
+    assert len({f"{value:.0f}" for value in (times.step_s, times.window_s, times.train_s)}) == 3
+
+
+def test_lines_over_the_trace_are_by_step_in_minutes_at_each_strategy_s_prices(drawn: Drawn) -> None:
+    profile = small_profile(prices=Prices(reserved=36.0, spot=3.0, on_demand=10.0))
+
+    def outcome(name: str, fleet: float) -> Outcome:
+        walls, made = (120.0, 240.0), Outcome(name, "small", end_s=420.0)
+        for number, wall_s in enumerate(walls):
+            times = StepTimes(fleet + number, wall_s, 0.0, wall_s / 2, 0.0, 0.0)
+            began_s = sum(walls[:number])
+            made.steps.append(StepOutcome(number, began_s, times, 2_400_000, 0.5, 0, lambda: 1.0))
+            made.stays.append(())
+        made.asked = [Asked(4, "why"), Asked(6, "why"), Asked(9, "why")]
+        return made
+
+    trace = from_counts([(0.0, 5), (60.0, 2), (1e4, 9)], 2e4)
+    _, fleet, speed, money = drawn([outcome("disaggregated", 1.0), outcome("rlboost", 2.0)], profile, trace, None)
+    lines = [{line.get_label(): line for line in axes.lines} for axes in (fleet, speed, money)]
+    for line in (line for panel in lines for line in panel.values()):
+        assert list(line.get_xdata()) == [0.0, 2.0, 6.0]
+    shown = [{label: list(line.get_ydata()) for label, line in panel.items()} for panel in lines]
+    assert shown == [
+        {
+            "held by disaggregated": [1.0, 2.0, 2.0],
+            "held by rlboost": [2.0, 3.0, 3.0],
+            "asked for by rlboost": [4.0, 6.0, 6.0],
+        },
+        {name: [20.0, 10.0, 10.0] for name in ("disaggregated", "rlboost")},
+        {
+            "disaggregated": pytest.approx([(1.2 + 5.0) / 2.4, (2.4 + 5.0) / 2.4, (2.4 + 5.0) / 2.4]),
+            "rlboost": pytest.approx([(1.2 + 1.5) / 2.4, (2.4 + 1.5) / 2.4, (2.4 + 1.5) / 2.4]),
+        },
+    ]
+    (available,) = fleet.collections
+    corners = {(round(float(x), 6), float(y)) for path in available.get_paths() for x, y in path.vertices}
+    assert {(0.0, 5.0), (1.0, 5.0), (1.0, 2.0), (7.0, 2.0)} <= corners
+    assert max(x for x, _ in corners) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("step_s", "unit", "end"), [(1.5, "seconds", 3.0), (170.0, "minutes", 340 / 60), (9000.0, "hours", 5.0)]
+)
+def test_the_axis_over_the_trace_has_a_unit_that_suits_its_length(
+    step_s: float, unit: str, end: float, drawn: Drawn
+) -> None:
+    made = Outcome("rlboost", "small", end_s=2 * step_s, asked=[Asked(1, "why")] * 3)
+    for number in range(2):
+        times = StepTimes(1.0, step_s, 0.0, step_s / 2, 0.0, 0.0)
+        made.steps.append(StepOutcome(number, number * step_s, times, 1000, 0.5, 0, lambda: 1.0))
+        made.stays.append(())
+    lanes, fleet, _, money = drawn([made], small_profile(), static_trace(1, 1e9), None)
+    assert money.get_xlabel() == unit
+    for axes in (fleet, money):
+        assert axes.lines[0].get_xdata()[-1] == pytest.approx(end)
+    assert max(x for path in fleet.collections[0].get_paths() for x, _ in path.vertices) == pytest.approx(end)
+    assert f"step 1: {in_words(step_s)} s;" in lanes.get_title("left")
+
+
+def test_a_picture_that_can_t_be_written_to_its_end_leaves_the_older_one_and_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    outcome, trace = coming_and_going()
+
+    def full(_: object, path: Path, **how: object) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(figure.Figure, "savefig", full)
+    there = tmp_path / "there.png"
+    there.write_bytes(b"an older picture")
+    for path in (there, tmp_path / "fresh.png"):
+        with pytest.raises(StorageError, match=rf"{path.name} can't be written: No space left on device"):
+            draw_run(path, [outcome], small_profile(), trace)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"there.png": b"an older picture"}
 
 
 def words_of(path: Path) -> str:

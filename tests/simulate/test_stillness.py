@@ -11,6 +11,7 @@ from penstock.errors import PenstockError
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, ShortestQueue
 from penstock.simulate.baselines import Forever, make_strategy
 from penstock.simulate.profiles import Profile
+from penstock.simulate.stillness import StuckError
 from penstock.simulate.strategy import FixedSize, Strategy
 from penstock.simulate.traces import Change, Trace, from_counts, static_trace
 from penstock.simulate.world import simulate
@@ -149,3 +150,29 @@ def test_within_a_time_a_step_that_can_t_end_is_the_last_one_and_those_before_it
     assert f"step {len(outcome.steps)} can't end" in outcome.stuck
     assert outcome.end_s == 5 * STILL_S
     assert simulate(LONE, trace, make_strategy("rlboost", LONE, machines=2), duration_s=50.0).stuck == ""
+
+
+@pytest.mark.parametrize("name", ["colocated", "rlboost"])
+def test_what_is_told_of_a_still_step_is_so_and_it_is_not_waited_for_longer(name: str) -> None:
+    with pytest.raises(StuckError) as caught:
+        simulate(LONE, static_trace(0, 1e9), make_strategy(name, LONE, machines=0), steps=1)
+    assert caught.value.outcome.end_s == pytest.approx(STILL_S + 2 * LONE.training.switch_s, abs=5.0)
+
+
+def test_a_machine_that_comes_too_late_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.simulate.stillness.FAR_S", 8 * STILL_S)
+    trace = Trace((Change(20 * 86_400.0, "a", True),), 1e9)
+    with pytest.raises(StuckError, match=r"0 remote machines and 0 reserved ones, and nothing comes for 20 days$"):
+        simulate(LONE, trace, make_strategy("rlboost", LONE, machines=2), steps=1)
+
+
+def test_a_pull_that_takes_too_long_is_not_waited_for_and_the_steps_before_it_are_kept() -> None:
+    slow = MACHINE.model_copy(update={"link_gbit_s": 1e-6})
+    profile = small_profile(reserved_instances=0, spot=slow)
+    with pytest.raises(StuckError, match=r"2 remote machines .*, and a pull of the weights takes 93 days$") as caught:
+        simulate(profile, static_trace(2, 1e9), make_strategy("rlboost", profile, machines=2), steps=1)
+    assert caught.value.outcome.steps == []
+    trace = from_counts([(0.0, 2), (60.0, 0)], 1e6)
+    with pytest.raises(StuckError) as caught:
+        simulate(LONE, trace, make_strategy("rlboost", LONE, machines=2), steps=100)
+    assert len(caught.value.outcome.steps) > 1

@@ -23,6 +23,38 @@ def test_every_form_gives_the_same_counts(tmp_path: Path, text: str) -> None:
     assert read_trace(path).counts() == [(0.0, 2), (60.0, 1), (120.0, 2)]
 
 
+@pytest.mark.parametrize(("text", "ends_s"), [(BAMBOO, 120.0), (GCLOUD, 120.0), (SKYPILOT, 180.0)])
+def test_a_trace_ends_with_its_last_line_and_counts_at_a_gap_with_the_last_gap(
+    tmp_path: Path, text: str, ends_s: float
+) -> None:
+    path = tmp_path / "trace"
+    path.write_text(text)
+    assert read_trace(path).duration_s == ends_s
+
+
+def test_of_several_counts_of_one_moment_the_last_line_s_holds(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text(GCLOUD + "2021-12-11, 11:01:00, 5\n2021-12-11, 11:00:00, 3\n")
+    assert read_trace(path).counts() == [(0.0, 3), (60.0, 5), (120.0, 2)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2021-12-11, 11:00:00, 20\n2021-12-11, 11:01:00, 10\n",
+        '{"metadata": {"gap_seconds": 60}, "data": [20, 10]}',
+    ],
+)
+def test_where_machines_have_no_names_chance_says_who_goes_the_same_for_a_seed(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace"
+    path.write_text(text)
+    stayed = [read_trace(path, seed).available(60.0) for seed in (1, 1, 2)]
+    assert stayed[0] == stayed[1] != stayed[2]
+    # Neither those who came last nor those who came first.
+    names = [{f"node{k}" for k in numbers} for numbers in (range(1, 11), range(11, 21))]
+    assert all(who not in names for who in stayed)
+
+
 @pytest.mark.parametrize(
     ("text", "names"),
     [
@@ -30,6 +62,7 @@ def test_every_form_gives_the_same_counts(tmp_path: Path, text: str) -> None:
         ("1,2\n", "trace:1: '1,2' is no line"),
         ("0,add,a\nsoon,add,b\n", "trace:2: 'soon' is no time"),
         ("0,add,a\n5,add,a\n", "trace:2: 'add' of 'a', which is there"),
+        ("0,add,a\n5,remove,b\n", "trace:2: 'remove' of 'b', which is not there"),
         ("5,add,a\n0,add,b\n", "trace:2: goes back"),
         ("2021-12-11, noon, 3\n", "trace:1"),
         ('{"data": [1]}', "SkyPilot"),
@@ -47,7 +80,6 @@ def test_a_window_begins_with_what_is_there() -> None:
     window = trace.window(150.0, 100.0)
     assert window.counts() == [(0.0, 1), (50.0, 4)]
     assert window.duration_s == 100.0
-    assert window.mean_count() == pytest.approx(2.5)
 
 
 @pytest.mark.parametrize(("last", "count"), [("60000,add,b", 2), ("60000,remove,a", 0)])
@@ -97,5 +129,5 @@ def test_counts_become_machines_that_come_once_and_go_once(counts: list[int], se
 def test_a_static_trace_never_changes() -> None:
     trace = static_trace(3, 100.0)
     assert isinstance(trace, Trace)
-    assert trace.mean_count() == 3.0
+    assert trace.counts() == [(0.0, 3)]
     assert len(trace.available(99.0)) == 3

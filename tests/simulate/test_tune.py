@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from simulated import MACHINE, small_profile
 
-from penstock.simulate.baselines import Tuning, make_strategy
+from penstock.simulate.baselines import Algorithm1, Tuning, make_strategy
+from penstock.simulate.outcome import Outcome
 from penstock.simulate.profiles import Lengths, Prices, Profile
-from penstock.simulate.traces import static_trace
+from penstock.simulate.strategy import Strategy
+from penstock.simulate.traces import Trace, static_trace
 from penstock.simulate.tune import best_number, tune
 from penstock.simulate.world import simulate
 
@@ -31,6 +33,9 @@ def test_the_number_with_the_most_tokens_per_dollar_is_found(peak: int, most: in
 
 def test_without_prices_the_fewest_that_are_about_as_fast_as_the_fastest_are_taken() -> None:
     assert best_number(lambda count: (min(count, 5.0), 0.0), 32) == 6
+    # Four are within four hundredths of the fastest, and three are not.
+    speeds = {1: 1.0, 2: 1.8, 3: 1.9, 4: 1.97, 6: 1.98, 8: 2.0, 12: 2.0, 16: 2.0}
+    assert best_number(lambda count: (speeds[count], 0.0), 16) == 4
 
 
 def test_disaggregated_has_a_number_of_its_own_for_each_profile_and_keeps_the_ceiling() -> None:
@@ -66,6 +71,48 @@ def test_rlboost_s_first_window_fits_the_profile_and_makes_it_faster(name: str) 
     assert tuned.tuning.first_s < 20 < Tuning().first_s
     assert tuned.words == f"first window {tuned.tuning.first_s:.3g} s"
     assert speed(tuned.tuning) > 1.1 * speed(Tuning())
+
+
+@pytest.mark.parametrize("name", ["rlboost", "rlboost-forgetful"])
+@pytest.mark.parametrize(("asked", "most"), [(3, 3), (50, 10), (None, 10)])
+def test_first_windows_are_tried_as_they_are_used_and_of_equal_ones_the_code_s_own_is_taken(
+    name: str, asked: int | None, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, trace = short_steps(), static_trace(8, EVER)
+    tried: list[tuple[bool, float]] = []
+    alone: list[Outcome] = []
+
+    def simulated(profile: Profile, on: Trace, strategy: Strategy, **how: object) -> Outcome:
+        if strategy.name == "colocated":
+            assert how == {"steps": 1, "seed": 5}
+            alone.append(simulate(profile, on, strategy, steps=1, seed=5))
+            return alone[0]
+        assert isinstance(strategy.window, Algorithm1)
+        tried.append((strategy.window.remembers, strategy.window.first_s))
+        assert on is trace
+        assert how == {"steps": most, "duration_s": 70.0, "seed": 5}
+        assert strategy.size.wanted == 6
+        return Outcome(name, "small")
+
+    monkeypatch.setattr("penstock.simulate.world.simulate", simulated)
+    found = tune(name, profile, trace, machines=6, steps=asked, duration_s=70.0, seed=5)
+    generating_s = alone[0].steps[0].times.window_s
+    assert generating_s > 0
+    assert [first_s for _, first_s in tried] == [200.0, *(share * generating_s for share in (0.0, 0.1, 0.25, 0.5))]
+    assert {remembers for remembers, _ in tried} == {name == "rlboost"}
+    assert found.tuning == Tuning()
+
+
+def test_a_number_on_demand_is_tried_on_the_seed_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[object] = []
+
+    def simulated(*_: object, **how: object) -> Outcome:
+        seeds.append(how["seed"])
+        return Outcome("disaggregated", "small")
+
+    monkeypatch.setattr("penstock.simulate.world.simulate", simulated)
+    tune("disaggregated", small_profile(), static_trace(0, EVER), seed=5)
+    assert set(seeds) == {5}
 
 
 def test_a_run_without_reserved_engines_has_no_window_to_tune() -> None:

@@ -150,6 +150,27 @@ def test_a_fleet_that_vanishes_in_mid_step_does_not_stop_it() -> None:
     assert outcome.steps[2].times.fleet == 0
 
 
+@pytest.mark.parametrize("name", ["colocated", "disaggregated", "rlboost", "penstock"])
+@pytest.mark.parametrize("machines", [0, 2])
+def test_a_step_is_its_window_its_training_its_waits_and_what_lies_between(name: str, machines: int) -> None:
+    training = small_profile().training
+    for times in (step.times for step in run(name, machines).steps):
+        between_s = training.optimizer_s + training.switch_s * (times.window_s > 0)
+        assert times.step_s == pytest.approx(times.window_s + times.train_s + times.trainer_wait_s + between_s)
+        assert (times.window_s > 0) == (machines == 0 or name in ("colocated", "rlboost", "penstock"))
+
+
+def test_a_window_that_opens_again_counts_from_then_on() -> None:
+    """The fleet vanishes while the trainer trains: what it had trained and waited by then is no window."""
+    profile = small_profile()
+    trace = from_counts([(0.0, 3), (8.0, 0)], 1e6)
+    (step,) = simulate(profile, trace, make_strategy("penstock", profile, machines=3), steps=1).steps
+    times, training = step.times, profile.training
+    assert step.trainer_spans[0][1] < 8.0 < step.trainer_spans[-1][0]
+    spent_s = times.window_s + times.train_s + times.trainer_wait_s
+    assert times.step_s == pytest.approx(spent_s + 2 * training.switch_s + training.optimizer_s)
+
+
 def test_a_machine_that_joins_in_mid_step_shortens_it_and_changes_no_limits() -> None:
     profile = small_profile(spot=MACHINE.model_copy(update={"boot_s": 0.0}))
     calm = simulate(profile, static_trace(2, 1e9), make_strategy("penstock", profile, machines=2), steps=2)
@@ -350,3 +371,12 @@ def test_a_shipped_difference_costs_no_less_than_was_measured(name: str) -> None
     assert profile.spot.apply_s >= profile.weights_gb / 6 / 12
     assert profile.spot.load_s >= profile.weights_gb / 128
     assert profile.agent_pull_s(difference=True) < profile.pull_s()
+
+
+@pytest.mark.parametrize("pull_s", [20.0, 90.0])
+def test_machines_whose_first_version_takes_longer_than_a_step_make_no_step_longer(pull_s: float) -> None:
+    spot = MACHINE.model_copy(update={"link_gbit_s": 8.0 / pull_s})
+    alone = run("colocated", 0, steps=6)
+    helped = run("penstock", 2, steps=6, spot=spot)
+    for mine, theirs in zip(helped.steps, alone.steps):
+        assert mine.times.step_s <= 1.25 * theirs.times.step_s, mine.causes

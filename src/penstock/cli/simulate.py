@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cli.interrupts import interruptible
 from penstock.errors import ConfigError, DataError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.simulate.outcome import Outcome
     from penstock.simulate.profiles import Prices, Profile
-    from penstock.simulate.report import Row
+    from penstock.simulate.report import NoRow, Row
     from penstock.simulate.strategy import Strategy
     from penstock.simulate.traces import Trace
     from penstock.simulate.tune import Tuned
@@ -31,7 +32,10 @@ HELP = """Simulate a run on machines that come and go: step times, throughput, c
   penstock simulate qwen3-14b --trace p3-trace.csv --sample 0.5 --hours 2
   penstock simulate qwen3-8b --machines 4 --steps 10 --picture run.png
   penstock simulate qwen3-14b --machines 4 --grid prices.spot=3,5.32,8 --grid lengths.median_tokens=3000,6500
-  penstock simulate fit runs/mine --prices 83.79,5.32,20.95     # a profile from a run's events.jsonl"""
+  penstock simulate fit runs/mine --prices 83.79,5.32,20.95     # a profile from a run's events.jsonl
+
+Two hours of a trace take up to ten minutes of one core, ten steps on a fixed fleet about one. What is being
+simulated is told on stderr; Ctrl-C and SIGTERM end it with the rows that are done."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,16 +102,20 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.run}: one profile at a time; `penstock simulate fit RUN` makes one from a run")
     _check(args)
     found: list[_Compared] = []
-    try:
-        _compare_all(args, found)
-    except (KeyboardInterrupt, PenstockError) as error:
-        # What is done took minutes, and nothing of it is wrong.
-        if any(compared.rows for compared in found):
-            _show(args, found)
-        if isinstance(error, KeyboardInterrupt):
-            print("stopped; what was not simulated to its end is left out", file=sys.stderr)
-        raise
-    _show(args, found)
+    with interruptible():
+        try:
+            _compare_all(args, found)
+        except (KeyboardInterrupt, PenstockError) as error:
+            # What is done took minutes, and nothing of it is wrong.
+            if any(compared.rows for compared in found):
+                _show(args, found)
+            if isinstance(error, KeyboardInterrupt):
+                print("stopped; what was not simulated to its end is left out", file=sys.stderr)
+            raise
+        _show(args, found)
+    if not any(compared.outcomes for compared in found):
+        # The rows say that, and the notes why; whoever reads neither goes by the exit code.
+        raise PenstockError("no strategy ended a step")
     return 0
 
 
@@ -117,8 +125,9 @@ class _Compared:
 
     profile: Profile
     trace: Trace
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Row | NoRow] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
+    """Of the rows with figures."""
 
 
 def _compare_all(args: argparse.Namespace, found: list[_Compared]) -> None:
@@ -146,10 +155,10 @@ def _show(args: argparse.Namespace, found: list[_Compared]) -> None:
     rows = [row for compared in found for row in compared.rows]
     outcomes = [outcome for compared in found for outcome in compared.outcomes]
     print(json.dumps(as_json(rows, outcomes, args.seed), allow_nan=False) if args.json else table(rows))
-    if args.picture:
+    last = next((compared for compared in reversed(found) if compared.outcomes), None)
+    if args.picture and last is not None:
         from penstock.simulate.picture import draw_run
 
-        last = next(compared for compared in reversed(found) if compared.outcomes)
         draw_run(args.picture, last.outcomes, last.profile, last.trace)
 
 
@@ -211,12 +220,15 @@ def _prices(words: str | None) -> Prices | None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    is_machines = args.machines is not None or any(word.startswith("machines=") for word in args.grid)
+    is_swept = any(word.startswith("machines=") for word in args.grid)
+    is_machines = args.machines is not None or is_swept
     if args.trace is None and not is_machines and args.ceiling is None:
         raise ConfigError(
             "which machines are there? give --trace FILE, or --machines N for N all the time, or --ceiling N for as "
             "many of N as each strategy asks for"
         )
+    if args.machines is not None and is_swept:
+        raise ConfigError("--machines and --grid machines=... both say how many machines there are; give one")
     if is_machines and args.ceiling is not None:
         raise ConfigError("--machines and --ceiling both say how many machines there are at most; give one")
     if is_machines and args.trace is None:
@@ -275,7 +287,8 @@ def _trace(args: argparse.Namespace, machines: int | None) -> Trace:
 
 def _compare(args: argparse.Namespace, found: _Compared, machines: int | None, setting: str, count: str) -> None:
     from penstock.simulate.baselines import Bounds, make_strategy
-    from penstock.simulate.report import row_of
+    from penstock.simulate.report import NoRow, row_of
+    from penstock.simulate.stillness import StuckError
     from penstock.simulate.tune import tune
     from penstock.simulate.world import simulate
 
@@ -293,19 +306,23 @@ def _compare(args: argparse.Namespace, found: _Compared, machines: int | None, s
     limit = {"steps": args.steps} if args.steps else {"duration_s": 3600 * args.hours}
     for name in args.strategies.split(","):
         name = name.strip()
-        if sys.stderr.isatty():
-            # A strategy may take minutes.
-            print(f"{count}, {setting}: {name}", file=sys.stderr)
+        # It may take minutes.
+        print(f"{count}, {setting}: {name}", file=sys.stderr)
         tuned = tune(name, profile, trace, machines=fixed, ceiling=ceiling, seed=args.seed, **limit)
         strategy = made(name, tuned)
-        outcome = simulate(profile, trace, strategy, seed=args.seed, **limit)
-        who = f"{strategy.name} on {setting}"
-        if not outcome.steps:
-            none = f"{who}: no step ended within --hours {args.hours:g}"
-            if outcome.stuck:
-                raise PenstockError(f"{none}: {outcome.stuck}")
-            raise ConfigError(f"{none}; its first one had {outcome.left_over} by then; give more hours, or --steps 1")
-        if outcome.stuck:
-            print(f"note: {who}: {outcome.stuck}", file=sys.stderr)
-        found.rows.append(row_of(outcome, profile, setting, strategy.spot, tuned.words))
-        found.outcomes.append(outcome)
+        try:
+            outcome = simulate(profile, trace, strategy, seed=args.seed, **limit)
+        except StuckError as error:
+            outcome = error.outcome
+        who, why = f"{strategy.name} on {setting}", outcome.stuck
+        if outcome.steps:
+            found.rows.append(row_of(outcome, profile, setting, strategy.spot, tuned.words))
+            found.outcomes.append(outcome)
+        else:
+            why = why or (
+                f"no step ended within --hours {args.hours:g}; its first one had {outcome.left_over} by then; give "
+                "more hours, or --steps 1"
+            )
+            found.rows.append(NoRow(setting, strategy.name, why))
+        if why:
+            print(f"note: {who}: {why}", file=sys.stderr)

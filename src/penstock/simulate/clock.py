@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable
 
 __all__ = ["Clock"]
@@ -15,15 +16,22 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
-        self.pending = 0
-        """Events to come that bring something about."""
+        self._due: list[float] = []
+        """When those come that bring something about."""
         self._heap: list[tuple[float, int, Callable[[], None], bool]] = []
         self._numbers = itertools.count()
 
+    @property
+    def due_s(self) -> float:
+        """When the next event comes that brings something about; infinity where none is to come."""
+        return self._due[0] if self._due else math.inf
+
     def at(self, when_s: float, what: Callable[[], None], *, idle: bool = False) -> None:
         """A moment that has passed is now. `idle`: it may bring nothing about, however often it comes."""
-        self.pending += not idle
-        heapq.heappush(self._heap, (max(when_s, self.now), next(self._numbers), what, idle))
+        when_s = max(when_s, self.now)
+        if not idle:
+            heapq.heappush(self._due, when_s)
+        heapq.heappush(self._heap, (when_s, next(self._numbers), what, idle))
 
     def after(self, delay_s: float, what: Callable[[], None], *, idle: bool = False) -> None:
         self.at(self.now + delay_s, what, idle=idle)
@@ -32,7 +40,9 @@ class Clock:
         """Until a condition holds after an event (True), or nothing is left to do (False)."""
         while self._heap:
             self.now, _, what, idle = heapq.heappop(self._heap)
-            self.pending -= not idle
+            if not idle:
+                # Both heaps go by time.
+                heapq.heappop(self._due)
             self.events += 1
             what()
             if until():

@@ -20,6 +20,7 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.simulate.least_squares import Prior, Solution, robust_fit
+from penstock.simulate.lengths import spread_of
 from penstock.simulate.observed import LoadRow, Observed, WorkRow
 from penstock.simulate.profiles import Lengths, MachineProfile, Prices, Profile, Training
 from penstock.weights.choose import DRAFT_PARTS
@@ -315,7 +316,8 @@ def _lengths(seen: Observed, rollout: Mapping[str, Any]) -> Lengths:
     ]
     return Lengths(
         prompt_tokens=max(1, round(statistics.fmean(answers.prompt_tokens for answers in steps))),
-        median_tokens=shrunk * statistics.fmean(medians),
+        median_tokens=quantiles[middle],
+        spread=spread_of(quantiles),
         prompt_share=min(1.0, statistics.fmean(answers.prompt_share for answers in steps)),
         max_tokens=rollout["sampling"]["max_new_tokens"],
         growth_per_step=growth,

@@ -13,11 +13,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from penstock.errors import ConfigError
+from penstock.simulate.lengths import reshaped
 from penstock.simulate.profiles import Profile
 
 __all__ = ["MACHINES", "combinations", "with_values"]
 
 MACHINES = "machines"
+MEDIAN, SPREAD, LIMIT = "lengths.median_tokens", "lengths.spread", "lengths.max_tokens"
 MOST_MACHINES = 100_000
 
 
@@ -41,7 +43,10 @@ def combinations(words: Sequence[str]) -> list[dict[str, float]]:
 
 
 def with_values(profile: Profile, values: dict[str, float]) -> Profile:
-    """A profile with numbers changed by dotted key. Raises ConfigError for a key or a value that it does not take."""
+    """A profile with numbers changed by dotted key. Raises ConfigError for a key or a value that it does not take.
+
+    A median or a spread of lengths changes quantiles with it: they would stand in its place.
+    """
     table: dict[str, Any] = profile.model_dump()
     for key, value in values.items():
         if key == MACHINES:
@@ -54,7 +59,18 @@ def with_values(profile: Profile, values: dict[str, float]) -> Profile:
             raise ConfigError(f"--grid {key}: a profile has no such number; e.g. prices.spot or lengths.median_tokens")
         place[name] = int(value) if isinstance(place[name], int) and value == int(value) else value
     try:
-        return Profile.model_validate(table)
+        changed = Profile.model_validate(table)
     except ValidationError as error:
         problem = error.errors()[0]
         raise ConfigError(f"--grid: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+    median, spread, most = values.get(MEDIAN), values.get(SPREAD), changed.lengths.max_tokens
+    if median is not None and median > most and LIMIT not in values:
+        raise ConfigError(
+            f"--grid {MEDIAN}: {median:g} is beyond {LIMIT}, {most}, at which answers are cut; sweep that as well"
+        )
+    if not changed.lengths.quantiles or (median is None and spread is None):
+        return changed
+    try:
+        return changed.model_copy(update={"lengths": reshaped(changed.lengths, median, spread)})
+    except ValueError as error:
+        raise ConfigError(f"--grid {SPREAD}: {error}") from None

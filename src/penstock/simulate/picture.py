@@ -5,6 +5,7 @@ Decides only how it is drawn; matplotlib is imported when a picture is asked for
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from penstock.errors import ConfigError, MissingExtra, StorageError
 from penstock.simulate.baselines import STRATEGIES
 from penstock.simulate.outcome import Outcome, StepOutcome
 from penstock.simulate.profiles import Profile
+from penstock.simulate.report import in_words
 from penstock.simulate.traces import Trace
 
 __all__ = ["check_picture", "draw_run"]
@@ -29,6 +31,9 @@ OWN = "#7f5539"
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (5, 2, 1, 2)), (0, (9, 2)), (0, (5, 2, 1, 2, 1, 2)), (0, (3, 4)))
 """Of a family's members; dots are for what was asked for."""
 MOST_LANES = 24
+UNITS = (("seconds", 1.0), ("minutes", 60.0), ("hours", 3600.0))
+FEW = 3.0
+"""Of a unit: less is told in the one below."""
 
 
 @dataclass
@@ -95,6 +100,11 @@ def style_of(name: str, names: Sequence[str]) -> tuple[str, Any]:
     return FAMILIES.get(family, INK), DASHES[kin.index(name) % len(DASHES) if name in kin else 0]
 
 
+def unit_of(span_s: float) -> tuple[str, float]:
+    """In which a time line is told, and its seconds."""
+    return next((unit for unit in reversed(UNITS) if span_s >= FEW * unit[1]), UNITS[0])
+
+
 def check_picture(path: Path) -> None:
     """To be asked before minutes are spent: raises ConfigError where no picture can be drawn there."""
     try:
@@ -106,13 +116,16 @@ def check_picture(path: Path) -> None:
         raise ConfigError(f"--picture {path}: a picture's name ends in .png, .svg or .pdf")
     if not path.parent.is_dir():
         raise ConfigError(f"--picture {path}: there is no folder {path.parent}")
-    was_there = path.exists()
+    was_there, part = path.exists(), _part(path)
     try:
-        path.open("ab").close()
+        for tried in (path, part):
+            tried.open("ab").close()
     except OSError as error:
         raise ConfigError(f"--picture {path}: can't be written: {error.strerror}") from None
-    if not was_there:
-        path.unlink()
+    finally:
+        part.unlink(missing_ok=True)
+        if not was_there:
+            path.unlink(missing_ok=True)
 
 
 def draw_run(path: Path, outcomes: Sequence[Outcome], profile: Profile, trace: Trace, step: int | None = None) -> None:
@@ -132,18 +145,29 @@ def draw_run(path: Path, outcomes: Sequence[Outcome], profile: Profile, trace: T
     FigureCanvasAgg(figure)
     lanes, fleet, speed, money = figure.subplots(4, 1, height_ratios=[3.2, 1, 1.3, 1.3])
     _draw_step(lanes, shown, shown.steps[number])
-    _draw_fleet(fleet, outcomes, trace)
-    _draw_over_time(speed, money, outcomes, profile)
+    unit, unit_s = unit_of(max(outcome.end_s for outcome in outcomes))
+    _draw_fleet(fleet, outcomes, trace, unit_s)
+    _draw_over_time(speed, money, outcomes, profile, unit_s)
+    money.set_xlabel(unit)
     fleet.sharex(money)
     speed.sharex(money)
     for axes in (fleet, speed):
         axes.tick_params(labelbottom=False)
     for axes in (lanes, fleet, speed, money):
         _calm(axes)
+    part = _part(path)
     try:
-        figure.savefig(path, dpi=110)
+        # An older picture of that name is there until this one is whole.
+        figure.savefig(part, dpi=110, format=path.suffix[1:].lower())
+        part.replace(path)
     except OSError as error:
         raise StorageError(f"{path} can't be written: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
 
 
 def _draw_step(axes: Any, outcome: Outcome, step: StepOutcome) -> None:
@@ -201,53 +225,52 @@ def _draw_step(axes: Any, outcome: Outcome, step: StepOutcome) -> None:
     axes.set_xlabel("seconds of the step")
     times = step.times
     axes.set_title(
-        f"{outcome.profile}, {outcome.strategy}, step {step.number}: {times.step_s:.0f} s; reserved engines generate "
-        f"{times.window_s:.0f} s, the trainer waits {times.trainer_wait_s:.0f} s",
+        f"{outcome.profile}, {outcome.strategy}, step {step.number}: {in_words(times.step_s)} s; reserved engines "
+        f"generate {in_words(times.window_s)} s, the trainer waits {in_words(times.trainer_wait_s)} s",
         loc="left",
         fontsize=11,
         pad=24,
     )
 
 
-def _draw_fleet(axes: Any, outcomes: Sequence[Outcome], trace: Trace) -> None:
+def _draw_fleet(axes: Any, outcomes: Sequence[Outcome], trace: Trace, unit_s: float) -> None:
     until = max(outcome.end_s for outcome in outcomes)
     points = [(at, count) for at, count in trace.counts() if at <= until]
     most: float = max((count for _, count in points), default=0)
     if points:
-        times = [at / 60 for at, _ in points] + [until / 60]
+        times = [at / unit_s for at, _ in points] + [until / unit_s]
         counts = [count for _, count in points] + [points[-1][1]]
         axes.fill_between(times, counts, step="post", color=GREY, alpha=0.25, linewidth=0, label="available")
     names = [outcome.strategy for outcome in outcomes]
     for outcome in outcomes:
         held = [step.times.fleet for step in outcome.steps]
-        _steps(axes, outcome, held, style_of(outcome.strategy, names), f"held by {outcome.strategy}")
+        _steps(axes, outcome, held, style_of(outcome.strategy, names), f"held by {outcome.strategy}", unit_s)
         most = max(most, *held) if held else most
     last = outcomes[-1]
     asked = [float(asked.wanted) for asked, _ in zip(last.asked, last.steps)]
     if asked:
         look = (style_of(last.strategy, names)[0], (0, (1, 1.5)))
-        _steps(axes, last, asked, look, f"asked for by {last.strategy}", linewidth=1.1)
+        _steps(axes, last, asked, look, f"asked for by {last.strategy}", unit_s, linewidth=1.1)
         most = max(most, *asked)
     axes.set_ylabel("instances")
     axes.set_ylim(0, 1.15 * most + 0.3)
     _legend_above(axes)
 
 
-def _draw_over_time(speed: Any, money: Any, outcomes: Sequence[Outcome], profile: Profile) -> None:
+def _draw_over_time(speed: Any, money: Any, outcomes: Sequence[Outcome], profile: Profile, unit_s: float) -> None:
     names = [outcome.strategy for outcome in outcomes]
     for outcome in outcomes:
         look = style_of(outcome.strategy, names)
         rates = [step.tokens / step.times.step_s / 1000 for step in outcome.steps]
-        _steps(speed, outcome, rates, look, outcome.strategy)
+        _steps(speed, outcome, rates, look, outcome.strategy, unit_s)
         instance = profile.prices.on_demand if outcome.strategy == "disaggregated" else profile.prices.spot
         costs = [
             (profile.prices.reserved * step.times.step_s / 3600 + instance * step.paid_h) / (step.tokens / 1e6)
             for step in outcome.steps
         ]
-        _steps(money, outcome, costs, look, outcome.strategy)
+        _steps(money, outcome, costs, look, outcome.strategy, unit_s)
     speed.set_ylabel("thousand tokens/s")
     money.set_ylabel("$ per million tokens")
-    money.set_xlabel("minutes")
     for axes in (speed, money):
         # Room above the highest line.
         axes.set_ylim(0, 1.1 * max(axes.dataLim.y1, 1e-9))
@@ -261,12 +284,13 @@ def _steps(
     values: Sequence[float],
     look: tuple[str, Any],
     label: str,
+    unit_s: float,
     linewidth: float = 1.6,
 ) -> None:
-    times = [step.began_s / 60 for step in outcome.steps]
+    times = [step.began_s / unit_s for step in outcome.steps]
     if outcome.steps:
         last = outcome.steps[-1]
-        times.append((last.began_s + last.times.step_s) / 60)
+        times.append((last.began_s + last.times.step_s) / unit_s)
         values = [*values, values[-1]]
     colour, dashes = look
     axes.plot(times, values, drawstyle="steps-post", color=colour, linestyle=dashes, linewidth=linewidth, label=label)

@@ -11,6 +11,8 @@ The roofline of one decode step with B sequences that hold K tokens of context b
 
 from __future__ import annotations
 
+import math
+import statistics
 from pathlib import Path
 from typing import Annotated
 
@@ -96,7 +98,8 @@ class Lengths(_Strict):
     growth_per_step: NotNegative = 0.0
     """The median's growth from one step to the next, as a share."""
     quantiles: tuple[Positive, ...] = ()
-    """At equal distances from 0 to 1, as a run had them: then they stand in place of `median_tokens` and `spread`."""
+    """At equal distances from 0 to 1, as a run had them: then lengths are drawn by them, and `median_tokens` and
+    `spread` only say what they have. A sweep over either reshapes them."""
 
 
 class Profile(_Strict):
@@ -159,13 +162,26 @@ def load_profile(path: Path) -> Profile:
     """From TOML. Raises ConfigError that names the file and each key that is wrong."""
     table = read_toml(path)
     try:
-        return Profile.model_validate(table)
+        profile = Profile.model_validate(table)
     except ValidationError as error:
         problems = "\n".join(
             f"  - {'.'.join(map(str, problem['loc']))}: {problem['msg']} (is {problem['input']!r:.80})"
             for problem in error.errors()
         )
         raise ConfigError(f"{path}: not a profile:\n{problems}") from None
+    lengths = profile.lengths
+    said = "median_tokens" in lengths.model_fields_set
+    if (
+        lengths.quantiles
+        and said
+        and not math.isclose(lengths.median_tokens, statistics.median(lengths.quantiles), rel_tol=0.01)
+    ):
+        raise ConfigError(
+            f"{path}: lengths.median_tokens is {lengths.median_tokens:g}, and lengths.quantiles, by which lengths are "
+            f"drawn, have {statistics.median(lengths.quantiles):.4g} in the middle; leave the file as it was and say "
+            f"--grid lengths.median_tokens={lengths.median_tokens:g}, which scales them, or take the quantiles out"
+        )
+    return profile
 
 
 def shipped_names() -> list[str]:

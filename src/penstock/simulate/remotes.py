@@ -119,9 +119,8 @@ class Remotes:
 
     def new_version(self) -> None:
         """Every connected machine pulls the weights that were just published."""
-        pulling = self.coming()
+        pulling = len(self.held())
         for held in self._held.values():
-            pulling += held.connected and held.machine.ready
             held.machine.ready = False
             held.ready_at = None
             if held.connected:
@@ -141,8 +140,8 @@ class Remotes:
             busy = held.machine.busy_s - held.busy_before
             held.busy_before = held.machine.busy_s
             busy_s += busy
-            if held.connected:
-                connected_s += until - max(began_s, held.taken_at)
+            if held.connected_at is not None:
+                connected_s += until - max(began_s, held.connected_at)
             # Who was given back between two steps had the weights of the step before.
             if held.ready_at is not None and until > began_s:
                 ready.append((held.ready_at, until))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from penstock.simulate.outcome import Outcome
 from penstock.simulate.profiles import Profile
 
-__all__ = ["Row", "as_json", "row_of", "table"]
+__all__ = ["NoRow", "Row", "as_json", "in_words", "row_of", "table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,19 @@ class Row:
     preemptions: int
     tuned: str
     """What was tried out for it and taken."""
+    stuck: str = ""
+    """Why no further step ended; empty where all did."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoRow:
+    """A strategy of which no step ended: it has no figures."""
+
+    setting: str
+    strategy: str
+    stuck: str
+    """Why."""
+    steps: int = 0
 
 
 def row_of(outcome: Outcome, profile: Profile, setting: str, spot: bool = True, tuned: str = "") -> Row:
@@ -63,6 +77,7 @@ def row_of(outcome: Outcome, profile: Profile, setting: str, spot: bool = True, 
         moves=sum(step.moves for step in steps),
         preemptions=sum(step.times.preemptions for step in steps),
         tuned=tuned,
+        stuck=outcome.stuck,
     )
 
 
@@ -87,32 +102,16 @@ LEFT = (0, 1, len(_HEADS) - 1)
 """Columns of words."""
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Ratios are to the first strategy of the same setting."""
+def table(rows: Sequence[Row | NoRow]) -> str:
+    """Ratios are to the first strategy of the same setting that has figures."""
     base: dict[str, Row] = {}
     lines: list[tuple[str, ...]] = [_HEADS]
     for row in rows:
-        first = base.setdefault(row.setting, row)
-        lines.append(
-            (
-                row.setting,
-                row.strategy,
-                str(row.steps),
-                f"{row.step_s:,.0f} s",
-                f"{row.tokens_per_s:,.0f}",
-                f"{row.tokens_per_s / first.tokens_per_s:.2f}",
-                # Without prices nothing costs anything.
-                f"{row.tokens_per_dollar / 1e6:.3f}" if row.dollars else "-",
-                f"{row.tokens_per_dollar / first.tokens_per_dollar:.2f}" if row.dollars and first.dollars else "-",
-                f"{row.dollars:,.2f} $" if row.dollars else "-",
-                _asked(row),
-                f"{row.mean_fleet:.1f}",
-                f"{row.trainer_wait_share:.1%}",
-                f"{row.remote_wait_s / row.step_s:.1%}",
-                f"{row.regret:+.1%}",
-                row.tuned,
-            )
-        )
+        if isinstance(row, NoRow):
+            dashes = ["-"] * (len(_HEADS) - 4)
+            lines.append((row.setting, row.strategy, str(row.steps), *dashes, "no step ended"))
+        else:
+            lines.append(_line(row, base.setdefault(row.setting, row)))
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADS))]
     return "\n".join(
         "  ".join(
@@ -123,17 +122,47 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
+def _line(row: Row, first: Row) -> tuple[str, ...]:
+    return (
+        row.setting,
+        row.strategy,
+        str(row.steps),
+        f"{in_words(row.step_s)} s",
+        f"{row.tokens_per_s:,.0f}",
+        f"{row.tokens_per_s / first.tokens_per_s:.2f}",
+        # Without prices nothing costs anything.
+        f"{row.tokens_per_dollar / 1e6:.3f}" if row.dollars else "-",
+        f"{row.tokens_per_dollar / first.tokens_per_dollar:.2f}" if row.dollars and first.dollars else "-",
+        f"{row.dollars:,.2f} $" if row.dollars else "-",
+        _asked(row),
+        f"{row.mean_fleet:.1f}",
+        f"{row.trainer_wait_share:.1%}",
+        f"{row.remote_wait_s / row.step_s:.1%}",
+        f"{row.regret:+.1%}",
+        row.tuned,
+    )
+
+
+def in_words(value: float) -> str:
+    """Three significant digits, or all before the point."""
+    rounded = float(f"{value:.3g}")
+    if 0 < abs(rounded) < 0.001:
+        return f"{rounded:g}"
+    digits = 2 - math.floor(math.log10(abs(rounded))) if rounded else 0
+    return f"{value:,.{max(0, digits)}f}"
+
+
 def _asked(row: Row) -> str:
-    """The mean, and what it came to where that is another number."""
-    if row.mean_asked == row.last_asked:
-        return str(row.last_asked)
-    return f"{row.mean_asked:.1f}, last {row.last_asked}"
+    """The mean, and what it came to where that is another number as printed."""
+    mean = f"{row.mean_asked:.1f}"
+    return str(row.last_asked) if mean == f"{row.last_asked:.1f}" else f"{mean}, last {row.last_asked}"
 
 
-def as_json(rows: Sequence[Row], outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
-    """Rows, and the run behind each: every step with the causes of its window and of the number asked for."""
+def as_json(rows: Sequence[Row | NoRow], outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
+    """Rows, and the run behind each that has figures: every step with the causes of its window and of the number asked
+    for. Figures of a row that has none are null."""
     return {
-        "rows": [{name: getattr(row, name) for name in Row.__slots__} for row in rows],
+        "rows": [{name: getattr(row, name, None) for name in Row.__slots__} for row in rows],
         "runs": [
             {
                 "setting": row.setting,
@@ -161,6 +190,6 @@ def as_json(rows: Sequence[Row], outcomes: Sequence[Outcome], seed: int) -> dict
                     for step, asked in zip(outcome.steps, outcome.asked)
                 ],
             }
-            for row, outcome in zip(rows, outcomes, strict=True)
+            for row, outcome in zip((row for row in rows if isinstance(row, Row)), outcomes, strict=True)
         ],
     }

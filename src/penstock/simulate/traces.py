@@ -66,17 +66,6 @@ class Trace:
             (there.add if change.there else there.discard)(change.node)
         return there
 
-    def mean_count(self, start_s: float = 0.0, end_s: float | None = None) -> float:
-        """Machines available, averaged over time."""
-        end_s = self.duration_s if end_s is None else end_s
-        total, count, since = 0.0, len(self.available(start_s)), start_s
-        for change in self.changes:
-            if start_s < change.at_s < end_s:
-                total += count * (change.at_s - since)
-                since = change.at_s
-                count += 1 if change.there else -1
-        return (total + count * (end_s - since)) / max(end_s - start_s, 1e-9)
-
     def window(self, start_s: float, duration_s: float) -> Trace:
         """A part of it, beginning at 0 with whatever is there at `start_s`.
 

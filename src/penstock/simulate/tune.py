@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.simulate import world
 from penstock.simulate.baselines import Tuning, make_strategy
 from penstock.simulate.outcome import Outcome
 from penstock.simulate.profiles import Profile
+from penstock.simulate.stillness import StuckError
+from penstock.simulate.strategy import Strategy
 from penstock.simulate.traces import Trace, static_trace
 
 __all__ = ["Tuned", "best_number", "tune"]
@@ -60,7 +63,7 @@ def tune(
 
         def reached(tuning: Tuning) -> float:
             strategy = make_strategy(name, profile, machines=machines, ceiling=ceiling, tuning=tuning)
-            return world.simulate(profile, trace, strategy, steps=most, duration_s=duration_s, seed=seed).tokens_per_s
+            return _tried(profile, trace, strategy, steps=most, duration_s=duration_s, seed=seed).tokens_per_s
 
         tuning = _best_window(profile, reached, seed)
         return Tuned(machines, tuning, f"first window {tuning.first_s:.3g} s")
@@ -95,16 +98,22 @@ def best_number(worth: Callable[[int], tuple[float, float]], most: int) -> int:
 
 def _worth(profile: Profile, count: int, seed: int) -> tuple[float, float]:
     strategy = make_strategy("disaggregated", profile, machines=count)
-    outcome = world.simulate(profile, static_trace(0, float("inf")), strategy, steps=SEARCH_STEPS, seed=seed)
+    outcome = _tried(profile, static_trace(0, float("inf")), strategy, steps=SEARCH_STEPS, seed=seed)
     prices = profile.prices
     return outcome.tokens_per_s, outcome.tokens_per_dollar(prices.reserved, prices.on_demand)
 
 
 def _best_window(profile: Profile, reached: Callable[[Tuning], float], seed: int) -> Tuning:
-    colocated: Outcome = world.simulate(
-        profile, static_trace(0, float("inf")), make_strategy("colocated", profile), steps=1, seed=seed
-    )
-    generating_s = colocated.steps[0].times.window_s
+    colocated = _tried(profile, static_trace(0, float("inf")), make_strategy("colocated", profile), steps=1, seed=seed)
+    generating_s = colocated.steps[0].times.window_s if colocated.steps else 0.0
     # Of equal ones the first: its code's own.
     tried = [Tuning(), *(replace(Tuning(), first_s=share * generating_s) for share in WINDOW_SHARES)]
     return max(tried, key=reached)
+
+
+def _tried(profile: Profile, trace: Trace, strategy: Strategy, **limits: Any) -> Outcome:
+    """As far as it comes."""
+    try:
+        return world.simulate(profile, trace, strategy, **limits)
+    except StuckError as error:
+        return error.outcome

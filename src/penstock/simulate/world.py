@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from penstock.errors import PenstockError
 from penstock.rollout.answers import ask_moves, ask_order, ask_picks, tell
 from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue
 from penstock.rollout.balancing import MOVES_S
@@ -32,7 +31,7 @@ from penstock.simulate.outcome import Outcome, StepOutcome
 from penstock.simulate.planning import plan_step
 from penstock.simulate.profiles import Profile
 from penstock.simulate.remotes import Remotes
-from penstock.simulate.stillness import Stillness
+from penstock.simulate.stillness import Stillness, StuckError
 from penstock.simulate.strategy import Strategy
 from penstock.simulate.traces import Trace
 
@@ -92,6 +91,8 @@ class World:
         self._busy = False
         self._opening = False
         """The reserved machines are about to generate."""
+        self._opened_at = 0.0
+        """When they last began to, the switch included."""
         self.token_s: float | None = None
         """Training on one token, as the last step took."""
         self._reported_at = self._moved_at = 0.0
@@ -103,7 +104,7 @@ class World:
     # ---- the run
 
     def run(self, steps: int | None = None, duration_s: float | None = None) -> Outcome:
-        """So many steps, or as many as end within a time. Raises PenstockError for a step that can't end.
+        """So many steps, or as many as end within a time. Raises StuckError for a step that can't end.
 
         Within a time such a step is only the last one, which has not ended: the outcome says so.
         """
@@ -116,7 +117,8 @@ class World:
         )
         step, stuck = self._now_step(), self.outcome.stuck
         if stuck and duration_s is None:
-            raise PenstockError(f"{self.strategy.name}: {stuck}")
+            self.outcome.close(self.clock.now, self.clock.events)
+            raise StuckError(f"{self.strategy.name}: {stuck}", self.outcome)
         self.outcome.left_over = f"{step.finished} of {len(step.samples)} samples"
         # Until a time is up nothing else would happen in a step that can't end.
         self.outcome.close(most_s if stuck else self.clock.now, self.clock.events)
@@ -137,8 +139,12 @@ class World:
         if (self.strategy.window is None and self.remotes.held()) or not self._wants_window():
             self._hand_over(first=True)
         else:
-            self._opening = True
-            self.clock.after(profile.training.switch_s, lambda: self._open(step), idle=True)
+            self._open_soon(step)
+
+    def _open_soon(self, step: Step) -> None:
+        """The reserved machines go from training to generating."""
+        self._opening, self._opened_at = True, self.clock.now
+        self.clock.after(self.profile.training.switch_s, lambda: self._open(step), idle=True)
 
     def _open(self, step: Step) -> None:
         self._opening = False
@@ -160,7 +166,8 @@ class World:
         if step.planned_for != names and plan_step(self, fleet):
             step.planned_for = names
         share = step.finished / len(step.samples)
-        answer = window.review(WindowView(self.clock.now - step.began_s, len(fleet), share, len(self.reserved)))
+        elapsed_s = self.clock.now - step.began_s
+        answer = window.review(WindowView(elapsed_s, len(fleet), share, len(self.reserved), self.remotes.coming()))
         if not step.causes or step.causes[-1][1] != answer.cause:
             step.causes.append((self.clock.now, answer.cause))
         return answer.generate
@@ -170,7 +177,7 @@ class World:
         step = self._now_step()
         switch_s = 0.0 if first else self.profile.training.switch_s
         if self.window_open:
-            step.window_s += self.clock.now - max(step.began_s, self._opened_at)
+            step.window_s += self.clock.now - self._opened_at
             self._moved_at = -math.inf
         self.window_open = False
         for machine in self.reserved:
@@ -182,10 +189,6 @@ class World:
         self._busy = True
         self.clock.after(switch_s, lambda: self._trainer_free(step), idle=True)
         self.dispatch()
-
-    @property
-    def _opened_at(self) -> float:
-        return self._now_step().began_s
 
     def _tick(self) -> None:
         """As often as a manager: the window. Reports come with heartbeats, and moves have their own time."""
@@ -201,7 +204,7 @@ class World:
             # Nobody else is left: the trainer's machines complete the step.
             self.training = False
             self._idle_over(step)
-            self.clock.after(self.profile.training.switch_s, lambda: self._open(step), idle=True)
+            self._open_soon(step)
         if now - self._moved_at > MOVES_S - JUST:
             self._moved_at = now
             self._move()
@@ -223,6 +226,7 @@ class World:
             moved=len(step.moved),
             coming=self.remotes.coming() + (len(self.reserved) if self._opening else 0),
             elapsed_s=self.clock.now - step.began_s,
+            finished=step.finished,
         )
         given: dict[str, Machine] = {}
         for pick in ask_picks(self.strategy.balance, queue, self.loads(machines)):

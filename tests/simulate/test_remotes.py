@@ -1,0 +1,120 @@
+"""Remote machines of a run, added up by hand: who is taken and given back, what is paid, pulled and waited for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from simulated import MACHINE, small_profile
+
+from penstock.rollout.balance import ShortestQueue
+from penstock.rollout.offload import Predictor, StepTimes
+from penstock.simulate.outcome import Outcome
+from penstock.simulate.profiles import Profile
+from penstock.simulate.strategy import FixedSize, SizePolicy, Strategy
+from penstock.simulate.traces import Change, Trace, static_trace
+from penstock.simulate.world import simulate
+
+PULL_S = 0.8
+"""One gigabyte over ten gigabits a second."""
+COMING = (
+    Change(0.0, "a", True),
+    Change(0.0, "b", True),
+    Change(1.0, "c", True),
+    Change(1.0, "d", True),
+    Change(1.8, "b", False),
+    Change(2.0, "d", False),
+)
+"""`c` is up after two seconds; `b` is taken away from its work, and `d` before it is up."""
+
+
+def ran(profile: Profile, changes: tuple[Change, ...], size: SizePolicy, steps: int = 2) -> Outcome:
+    strategy = Strategy("own", ShortestQueue(8), None, size)
+    return simulate(profile, Trace(changes, 1e9), strategy, steps=steps)
+
+
+@dataclass
+class Sizes:
+    """One number after the other."""
+
+    numbers: list[int]
+    cause: str = "said"
+
+    @property
+    def wanted(self) -> int:
+        return self.numbers[0]
+
+    def ended(self, times: StepTimes, predictor: Predictor | None = None) -> int:
+        self.numbers = self.numbers[1:] or self.numbers
+        return self.wanted
+
+
+def test_what_is_taken_is_paid_and_what_is_connected_counts_as_there() -> None:
+    first, second = ran(small_profile(), COMING, FixedSize(4)).steps
+    wall_s = first.times.step_s
+    assert 3600 * first.paid_h == pytest.approx(wall_s + 1.8 + (wall_s - 1.0) + 1.0)
+    assert first.times.fleet * wall_s == pytest.approx(wall_s + 1.8 + (wall_s - 1.0 - MACHINE.boot_s))
+    assert first.times.preemptions == 2
+    assert 3600 * second.paid_h == pytest.approx(2 * second.times.step_s)
+    assert second.times.fleet == pytest.approx(2.0)
+
+
+def test_who_is_taken_away_before_it_is_up_was_never_connected() -> None:
+    outcome = ran(small_profile(), COMING, FixedSize(4))
+    stays = {stay.node: stay for stay in outcome.stays[0]}
+    assert [(stay.connected_at, stay.ready_at, stay.left_at, stay.preempted) for stay in stays.values()] == [
+        (0.0, pytest.approx(PULL_S), 1.8, True),
+        (None, None, 2.0, True),
+        (0.0, pytest.approx(PULL_S), None, False),
+        (3.0, pytest.approx(3.0 + PULL_S), None, False),
+    ]
+    assert list(stays) == ["b", "d", "a", "c"]
+
+
+def test_a_machine_is_busy_while_it_works_and_waits_while_it_holds_the_weights_and_does_not() -> None:
+    outcome = ran(small_profile(), COMING, FixedSize(4), steps=3)
+    for step, stays in zip(outcome.steps, outcome.stays, strict=True):
+        ends_s = step.began_s + step.times.step_s
+        worked = {stay.node: sum(b - a for a, b in step.machine_spans[stay.node]) for stay in stays}
+        assert step.times.remote_busy_s == pytest.approx(sum(worked.values()), abs=1e-3)
+        held = {stay.node: (stay.left_at or ends_s) - stay.ready_at for stay in stays if stay.ready_at is not None}
+        waits = [held_s - worked[node] for node, held_s in held.items()]
+        assert step.times.remote_wait_s == pytest.approx(sum(waits) / len(waits), abs=1e-3)
+        assert step.times.remote_wait_s > 0.1
+
+
+@pytest.mark.parametrize(("link", "machines", "pull_s"), [(40.0, 3, 0.8), (20.0, 4, 1.6), (40.0, 8, 1.6)])
+def test_those_that_pull_at_once_share_the_store_s_link(link: float, machines: int, pull_s: float) -> None:
+    profile = small_profile(store_gbit_s=link)
+    strategy = Strategy("own", ShortestQueue(8), None, FixedSize(machines))
+    outcome = simulate(profile, static_trace(machines, 1e9), strategy, steps=2)
+    for step, stays in zip(outcome.steps, outcome.stays, strict=True):
+        assert [stay.ready_at for stay in stays] == pytest.approx([step.began_s + pull_s] * machines)
+
+
+def test_who_comes_up_while_others_pull_shares_with_them() -> None:
+    """Two pull for 3.2 s; the third is up after 3 s and has a third of the link."""
+    changes = (Change(0.0, "a", True), Change(0.0, "b", True), Change(1.0, "c", True))
+    (stays,) = ran(small_profile(store_gbit_s=5.0), changes, FixedSize(3), steps=1).stays
+    assert [stay.ready_at for stay in stays] == pytest.approx([3.2, 3.2, 3.0 + 4.8])
+
+
+def test_those_longest_there_are_taken_and_the_last_one_taken_is_given_back() -> None:
+    changes = tuple(Change(0.0, node, True) for node in "abcd")
+    stays = ran(small_profile(), changes, Sizes([3, 1, 2]), steps=3).stays
+    assert [[stay.node for stay in step if stay.left_at is None] for step in stays] == [
+        ["a", "b", "c"],
+        ["a"],
+        ["a", "b"],
+    ]
+    assert not any(stay.preempted for step in stays for stay in step)
+
+
+def test_who_is_taken_away_makes_room_for_the_next_one_that_is_there() -> None:
+    changes = (*(Change(0.0, node, True) for node in "abc"), Change(2.0, "a", False))
+    (stays,) = ran(small_profile(), changes, FixedSize(2), steps=1).stays
+    assert [(stay.node, stay.taken_at, stay.connected_at) for stay in stays] == [
+        ("a", 0.0, 0.0),
+        ("b", 0.0, 0.0),
+        ("c", 2.0, 2.0 + MACHINE.boot_s),
+    ]
