@@ -69,6 +69,29 @@ def test_the_built_in_engine_is_made_with_it(monkeypatch: pytest.MonkeyPatch) ->
     assert made["tensor_parallel"] == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        (["vllm", "--engine.tensor-parallel-size=4"], 4),
+        (["vllm", "--engine.tensor_parallel_size=4"], 4),
+        (["sglang", "--engine.tp-size=2"], 2),
+        (["sglang", "--engine.tp=2"], 2),
+        (["vllm", "--engine.tensor-parallel-size=two"], 1),
+        (["vllm"], 1),
+    ],
+)
+def test_the_engine_of_a_server_knows_what_ranks_it_is_told_to_have(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], ranks: int
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(
+        "penstock.instance.served.ServedEngine", lambda *_, tensor_parallel, **__: made.append(tensor_parallel)
+    )
+    command = "--engine-command=true {model} {host} {port}"
+    join.build_engine(parsed(["--manager", "http://m:1", "--threads", "2", command, "--engine", *options]), None)
+    assert made == [ranks]
+
+
 @pytest.mark.parametrize("value", ["0", "two", ""])
 def test_a_number_of_ranks_that_is_none_is_refused(value: str) -> None:
     args = parsed(["--manager", "http://m:1", f"--engine.tensor_parallel={value}"])

@@ -71,7 +71,7 @@ def kept(path: str, answer: dict[str, Any]) -> dict[str, Any]:
     """Of long answers what the dialect reads."""
     if path == "/server_info":
         states = [{RUNNING: state[RUNNING]} for state in answer["internal_states"]]
-        return {key: answer[key] for key in ("version", "max_req_input_len", "dp_size", "device")} | {
+        return {key: answer[key] for key in ("version", "max_req_input_len", "dp_size", "tp_size", "device")} | {
             "internal_states": states
         }
     if path == "/model_info":

@@ -65,6 +65,7 @@ def kept(path: str, answer: Any) -> Any:
             "model_config": model,
             "scheduler_config": scheduler,
             "device_config": config["device_config"],
+            "parallel_config": {"tensor_parallel_size": config["parallel_config"]["tensor_parallel_size"]},
         }
     }
 

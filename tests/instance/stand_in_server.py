@@ -35,6 +35,7 @@ class StandIn:
         self.logprobs_mode = "raw_logprobs"
         self.device = "stand-in"
         self.chunked_prefill = True
+        self.tensor_parallel = 1
         self.behave: Callable[[dict[str, Any]], str] = lambda body: ""
         self.load_fails: Callable[[str], bool] = lambda folder: False
         self.keeps_cache: Callable[[str], bool] = lambda folder: False
@@ -102,6 +103,7 @@ class StandIn:
             "model_config": model,
             "scheduler_config": {"max_num_seqs": 64, "enable_chunked_prefill": self.chunked_prefill},
             "device_config": {"device": self.device},
+            "parallel_config": {"tensor_parallel_size": self.tensor_parallel},
         }
         return web.json_response({"vllm_config": config})
 

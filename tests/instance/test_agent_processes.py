@@ -259,4 +259,5 @@ async def test_the_managers_address_is_all_that_a_machine_needs_to_fit_the_run(
                     async with http.get(f"{url}/instances") as answer:
                         rows = await answer.json()
         await client.close()
-    assert [row["max_context_tokens"] for row in rows] == [served]
+    # On a machine that is busy with other things it may have been lost once, and come back.
+    assert [row["max_context_tokens"] for row in rows if row["state"] == "ready"] == [served]

@@ -9,15 +9,19 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 
 import pytest
 from fleets import TOKEN, VOCAB, Fleet, until
 
 from penstock.errors import EngineError
 from penstock.instance import PacedEngine, TokenDelta
+from penstock.instance.engine import EngineInfo
 from penstock.observe.events import InstanceChanged, SamplesMoved, WaitingForInstances
 from penstock.rollout.fleet import State
 from penstock.weights import WeightStore
+from penstock.weights.protocol import GetPlan, Layout
+from penstock.weights.server import _Reader
 from penstock.wire import Sampling
 
 SAMPLING = Sampling(max_new_tokens=400, stop_ids=(7,))
@@ -31,6 +35,32 @@ def store() -> Iterator[WeightStore]:
         held.publish(version, [("w", "F32", (500,), bytes(2000))], f'{{"vocab_size": {VOCAB}}}')
     yield held
     held.close()
+
+
+async def test_the_store_hears_how_many_ranks_share_the_engine_of_each_machine(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Layout] = []
+    send_plan = _Reader._send_plan
+
+    async def heeded(reader: _Reader, request: GetPlan) -> None:
+        heard.append(request.layout)
+        await send_plan(reader, request)
+
+    monkeypatch.setattr(_Reader, "_send_plan", heeded)
+    async with Fleet(SAMPLING) as fleet:
+        await fleet.client.publish(0, store.address)
+        fleet.join("whole")
+        await until(lambda: fleet.server.manager.fleet.count(State.READY) == 1)
+        fleet.join("halves", engine=OfTwoRanks(tokens_per_s=8000.0))
+        await until(lambda: fleet.server.manager.fleet.count(State.READY) == 2)
+    assert heard == [Layout(0, 1), Layout(0, 2)]
+
+
+class OfTwoRanks(PacedEngine):
+    @property
+    def info(self) -> EngineInfo:
+        return replace(super().info, tensor_parallel=2)
 
 
 async def test_samples_of_a_machine_that_leaves_go_on_elsewhere_from_their_last_token(store: WeightStore) -> None:

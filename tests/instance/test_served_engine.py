@@ -114,6 +114,17 @@ async def test_an_engine_over_a_server_is_an_engine(engine: ServedEngine, server
     assert (load.tokens_generated, load.tokens_prefilled, load.running, load.waiting) == (90, 30, 0, 0)
 
 
+async def test_an_engine_has_the_ranks_of_its_configuration_until_the_server_says_how_many_it_has(
+    server: StandIn, tmp_path: Path
+) -> None:
+    server.tensor_parallel = 4
+    engine = engine_at(server.url, tmp_path, tensor_parallel=2)
+    assert engine.info.tensor_parallel == 2
+    await engine.update_weights(weights(0))
+    assert engine.info.tensor_parallel == 4
+    await engine.close()
+
+
 async def test_sampling_becomes_the_servers_words_and_a_prefix_counts(engine: ServedEngine, server: StandIn) -> None:
     engine.frame_steps = 3
     stop = token(PROMPT[0], 6, "0")
@@ -230,6 +241,30 @@ async def test_a_swap_is_checked_and_one_that_is_not_whole_leaves_the_old_weight
     assert [folder.rpartition("-")[2] for folder in server.folders] == ["0", "1", "0"]
     engine.start([start(1, PROMPT, Sampling(max_new_tokens=6))])
     assert (await finished(engine, [1])).tokens[1] == expected(6)
+
+
+async def test_a_failed_swap_to_other_weights_of_the_same_number_leaves_the_old_ones_serving(
+    engine: ServedEngine, server: StandIn
+) -> None:
+    """As a trainer publishes them that goes on from an earlier checkpoint."""
+    (old,) = server.folders
+    others = weights(0)
+    others.tensors["w"][0] = 1
+    read: list[bytes] = []
+
+    def fails(folder: str) -> bool:
+        read.append((Path(folder) / "model.safetensors").read_bytes())
+        return folder != old
+
+    server.load_fails = fails
+    with pytest.raises(EngineError, match="no such weights"):
+        await engine.update_weights(others)
+    refused, again = read
+    assert (refused[-32:], again[-32:]) == (bytes(others.tensors["w"]), bytes(weights(0).tensors["w"]))
+    server.load_fails = lambda folder: False
+    await engine.update_weights(others)
+    assert not there(old)
+    assert [path.name for path in Path(server.folders[-1]).parent.glob("*version*")] == [Path(server.folders[-1]).name]
 
 
 async def test_an_engine_whose_old_weights_cant_be_had_back_is_given_up(engine: ServedEngine, server: StandIn) -> None:

@@ -27,9 +27,12 @@ FOLDERS = [Path("/weights/first"), Path("/weights/second")]
 WITHIN_S = 30.0
 
 
-async def played(scene: str, recording: str = "sglang.jsonl") -> Any:
-    """What a scene gives over a recording; every request of it must be in there."""
+async def played(scene: str, recording: str = "sglang.jsonl", **said: Any) -> Any:
+    """What a scene gives over a recording; every request of it must be in there. `said`: also in /server_info."""
     player = Player(RECORDED / recording, scene)
+    for exchange in player.exchanges:
+        if exchange.path == "/server_info":
+            exchange.parts = [json.dumps(json.loads("".join(exchange.parts)) | said)]
     async with Serving(player.handle) as url, aiohttp.ClientSession() as http, asyncio.timeout(WITHIN_S):
         try:
             return await SCENES[scene](SglangDialect(cpu=True), http, url, FOLDERS)
@@ -43,6 +46,8 @@ async def test_a_server_says_what_it_is() -> None:
     assert (facts.software, facts.device, facts.model_type) == ("sglang 0.5.23", "cpu", "qwen2")
     assert (facts.max_running, facts.max_context_tokens) == (8, 64)
     assert facts.vocab_size == 0, "the model's folder is on another machine"
+    assert facts.tensor_parallel == 0, "the recording does not say"
+    assert (await played("facts", tp_size=2)).tensor_parallel == 2
     assert await played("up") is True
 
 

@@ -20,6 +20,7 @@ from builtin_models import Collected, core_for, fresh_logprobs, run_to_end, stag
 from penstock.errors import EngineError
 from penstock.instance.builtin.engine import BuiltinEngine
 from penstock.instance.builtin.rank_weights import plan_share, share_of_staged
+from penstock.instance.builtin.ranks import Ranks
 from penstock.instance.builtin.spec import parse_model_spec
 from penstock.instance.engine import SequenceStart
 from penstock.sample import Finish
@@ -38,8 +39,8 @@ GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 
 
 @asynccontextmanager
-async def engine_of_two() -> AsyncIterator[BuiltinEngine]:
-    made = BuiltinEngine(device="cpu", max_context_tokens=96, threads=2, frame_steps=4, tensor_parallel=2)
+async def engine_of(ranks: int) -> AsyncIterator[BuiltinEngine]:
+    made = BuiltinEngine(device="cpu", max_context_tokens=96, threads=2, frame_steps=4, tensor_parallel=ranks)
     try:
         yield made
     finally:
@@ -81,18 +82,18 @@ def same(came: Collected, wanted: Collected) -> None:
 
 async def serves(engine: BuiltinEngine, model: Any) -> None:
     await engine.update_weights(staged(model, 1))
-    assert engine.info.vocab_size == 101
+    assert (engine.info.vocab_size, engine.info.tensor_parallel) == (101, 2)
     same(await generated(engine, jobs_of(0)), run_to_end(core_for(model), jobs_of(0)))
 
 
 async def test_two_ranks_that_share_a_key_value_head_and_tied_embeddings_say_what_one_says() -> None:
-    async with engine_of_two() as engine:
+    async with engine_of(2) as engine:
         await serves(engine, FAMILIES["qwen2"])
 
 
 # One engine for what follows, since two processes that import PyTorch take seconds to begin.
 async def test_two_ranks_say_what_one_says_swap_together_stop_together_and_die_together() -> None:
-    async with engine_of_two() as engine:
+    async with engine_of(2) as engine:
         await serves(engine, FAMILIES["qwen3"])
         await swaps_and_refusals(engine)
         await stops(engine)
@@ -168,7 +169,7 @@ async def rank_dies(engine: BuiltinEngine) -> None:
 
 
 async def test_a_rank_that_dies_in_mid_step_ends_the_engine_by_name_and_close_leaves_nothing() -> None:
-    async with engine_of_two() as engine:
+    async with engine_of(2) as engine:
         await serves(engine, FAMILIES["llama"])
         ranks = engine._ranks
         assert ranks is not None
@@ -184,9 +185,92 @@ async def test_a_rank_that_dies_in_mid_step_ends_the_engine_by_name_and_close_le
         os.kill(pid, 0)
 
 
+async def test_a_swap_that_a_rank_does_not_answer_ends_the_engine_and_not_the_swap_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may take the new weights later on, beside others that went on with the old ones."""
+    async with engine_of(2) as engine:
+        await engine.update_weights(staged(FAMILIES["llama"], 1))
+        ranks = engine._ranks
+        assert ranks is not None
+        stops_before_the_swap(ranks, monkeypatch)
+        other = tiny_model("llama", seed=9, attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
+        with pytest.raises(EngineError, match=r"engine ended: tensor-parallel rank 1 does not answer: .* 0\.5 s"):
+            await engine.update_weights(staged(other, 2))
+        os.kill(ranks.pids[0], signal.SIGCONT)
+        with pytest.raises(EngineError, match="rank 1 does not answer"):
+            await read_until(engine, Collected(), lambda: False)
+
+
+def stops_before_the_swap(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank lays a version out and says so, and is then stopped."""
+    prepare = ranks.prepare
+
+    def prepared(*args: Any) -> None:
+        prepare(*args)
+        os.kill(ranks.pids[0], signal.SIGSTOP)
+
+    monkeypatch.setattr(ranks, "prepare", prepared)
+    monkeypatch.setattr("penstock.instance.builtin.ranks.STEP_S", 0.5)
+    monkeypatch.setattr("penstock.instance.builtin.ranks.CAUSE_S", 0.0)
+
+
+async def test_a_version_that_a_rank_does_not_lay_out_in_time_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer would be taken for that to the next version."""
+    async with engine_of(2) as engine:
+        await engine.update_weights(staged(FAMILIES["llama"], 1))
+        ranks = engine._ranks
+        assert ranks is not None
+        monkeypatch.setattr("penstock.instance.builtin.ranks.PREPARE_S", 0.5)
+        monkeypatch.setattr("penstock.instance.builtin.ranks.CAUSE_S", 0.0)
+        os.kill(ranks.pids[0], signal.SIGSTOP)
+        with pytest.raises(EngineError, match=r"engine died: tensor-parallel rank 1 does not answer: .* 0\.5 s"):
+            await engine.update_weights(staged(FAMILIES["llama"], 2))
+        os.kill(ranks.pids[0], signal.SIGCONT)
+        with pytest.raises(EngineError, match="rank 1 does not answer"):
+            await read_until(engine, Collected(), lambda: False)
+        monkeypatch.setattr(ranks, "prepare", lambda *_: pytest.fail("a dead engine lays nothing out"))
+        with pytest.raises(EngineError, match="rank 1 does not answer"):
+            await engine.update_weights(staged(FAMILIES["llama"], 3))
+
+
+async def test_a_rank_that_can_not_be_told_of_a_version_leaves_no_answer_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model("llama", num_attention_heads=3, num_key_value_heads=3, intermediate_size=81)
+    async with engine_of(3) as engine:
+        await engine.update_weights(staged(model, 1))
+        ranks = engine._ranks
+        assert ranks is not None
+        first, second = ranks._members
+        with monkeypatch.context() as patch:
+            patch.setattr(second, "prepare", no_memory)
+            with pytest.raises(EngineError, match=r"version 2 is not laid out by all ranks: rank 2: no memory$"):
+                await engine.update_weights(staged(model, 2))
+        with monkeypatch.context() as patch:
+            patch.setattr(first, "prepare", spoiling(first.prepare))
+            with pytest.raises(EngineError, match=r"version 3 is not laid out by .* rank 1: .* does not verify"):
+                await engine.update_weights(staged(model, 3))
+        await engine.update_weights(staged(model, 4))
+        same(await generated(engine, jobs_of(0)), run_to_end(core_for(model), jobs_of(0)))
+
+
+def no_memory(*_: Any) -> None:
+    raise EngineError("no memory")
+
+
+def spoiling(prepare: Callable[..., None]) -> Callable[..., None]:
+    def spoilt(*args: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("penstock.instance.builtin.ranks.write_share", spoiled)
+            prepare(*args)
+
+    return spoilt
+
+
 async def test_a_rank_that_can_not_begin_ends_the_engine_at_its_first_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    async with engine_of_two() as engine:
+    async with engine_of(2) as engine:
         with pytest.raises(EngineError, match=r"rank 1 died \(exit code 1\)"):
             await engine.update_weights(staged(FAMILIES["llama"]))
         with pytest.raises(EngineError, match="rank 1 died"):

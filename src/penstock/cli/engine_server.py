@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SERVED = ("vllm", "sglang")
 START_S = 600.0
 TENSOR_PARALLEL = "tensor_parallel"
+SERVER_TENSOR_PARALLEL = ("tensor-parallel-size", "tp-size", "tp")
+"""The servers' words for it."""
 _OPTION = re.compile(r"--engine\.([A-Za-z0-9][A-Za-z0-9_.-]*)(?:=(.*))?", re.DOTALL)
 
 
@@ -84,6 +86,13 @@ def tensor_parallel(args: argparse.Namespace) -> int:
     return int(given)
 
 
+def server_ranks(args: argparse.Namespace) -> int:
+    """Ranks that a server is told to have; what is no count is the server's to refuse."""
+    given = {name.replace("_", "-"): value for name, value in args.engine_options.items()}
+    said = next((given[name] for name in SERVER_TENSOR_PARALLEL if name in given), "")
+    return max(1, int(said)) if said.isdecimal() else 1
+
+
 def check_server_arguments(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that make no sense together."""
     builtin = args.engine == "builtin" and tensor_parallel(args)
@@ -142,6 +151,7 @@ def build_served(args: argparse.Namespace, progress: memoryview | None) -> Engin
         max_context_tokens=args.max_context,
         folders=WeightFolders(parents, untie=dialect.unties_embeddings, codes=args.engine_codes),
         progress=progress,
+        tensor_parallel=server_ranks(args),
     )
 
 

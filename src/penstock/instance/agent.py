@@ -29,6 +29,7 @@ from penstock.instance.liveness import Reconnect, StallWatch
 from penstock.instance.loading import WeightLoader, came_by, check_vocabulary
 from penstock.instance.manager_link import ManagerLink, agent_url, words_of
 from penstock.weights.manifest import StagedWeights
+from penstock.weights.protocol import Layout
 from penstock.weights.puller import DEFAULT_MAX_BYTES
 from penstock.wire import (
     MAX_FRAME_BYTES,
@@ -379,6 +380,7 @@ class Agent:
 
     async def _load(self, frame: LoadWeights) -> None:
         began = time.monotonic()
+        self._loader.layout = Layout(tensor_parallel_size=self._engine.info.tensor_parallel)
         self._pulling = asyncio.create_task(self._loader.pull(frame.source, frame.version, self._load_deadline_s))
         try:
             staged = await self._pulling

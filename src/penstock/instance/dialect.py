@@ -38,6 +38,8 @@ class ServerFacts:
     """As in config.json; empty where the server does not say."""
     quantization: str = ""
     """Of the folder that it was started on, as `model_folder.quantization_in` has it; empty: its weights are floats."""
+    tensor_parallel: int = 0
+    """Ranks that share the model; 0 where the server does not say."""
 
 
 @dataclass(slots=True)

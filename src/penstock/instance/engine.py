@@ -58,6 +58,8 @@ class EngineInfo:
     max_context_tokens: int
     vocab_size: int
     """0 until the first weights are loaded."""
+    tensor_parallel: int = 1
+    """Ranks that share the model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from penstock.weights.ahead import Ahead
 from penstock.weights.choose import CODEC_CHOICES, QUANTIZED, Rates
 from penstock.weights.encodings import can_zipnn, compile_ahead
 from penstock.weights.manifest import Manifest, StagedWeights, encode_manifest
-from penstock.weights.memory import Recycled, usable_cores
+from penstock.weights.memory import NoMemory, Recycled, usable_cores
 from penstock.weights.protocol import Layout
-from penstock.weights.puller import DEFAULT_MAX_BYTES, NoMemory, fresh, pull
+from penstock.weights.puller import DEFAULT_MAX_BYTES, fresh, pull
 from penstock.weights.relay import Relay
 from penstock.weights.tcp import TcpTransport
 from penstock.weights.ways import fetchers_of, lenders_of
@@ -41,7 +41,7 @@ class WeightLoader:
     for any free port) this machine passes weights on to others, and with shared memory among `ways` instances on one
     machine share one copy of a version, which one of them decodes and each verifies. What is cut goes on from
     `partial_folder`, where given. `ways` are faster ways than TCP to be used where the source has them too
-    (`weights.ways`); `layout` is the engine's. Links stay open from one version to the next. With a base or a relay, so
+    (`weights.ways`). Links stay open from one version to the next. With a base or a relay, so
     does the memory of the version before it, which is needed at a swap or passed on anyway: fresh memory may cost more
     than all the rest of a pull. Once a version serves that came as a difference, it is copied there, so that the next
     difference is applied in place.
@@ -59,7 +59,6 @@ class WeightLoader:
         partial_folder: Path | None = None,
         tls: ssl.SSLContext | None = None,
         ways: Sequence[str] = (),
-        layout: Layout | None = None,
     ) -> None:
         if codec not in CODEC_CHOICES:
             raise ValueError(f"codec={codec!r} is not one of {', '.join(CODEC_CHOICES)}")
@@ -74,7 +73,8 @@ class WeightLoader:
         self._partial_folder = partial_folder
         self._secure = tls is not None
         self._transport = TcpTransport(token, tls=tls, fetchers=fetchers_of(ways))
-        self._layout = layout
+        self.layout = Layout()
+        """Of the engine; told to the store with each pull."""
         shared = lenders_of([SHARED], "") if relay_port is not None and SHARED in ways else []
         self._lender = shared[0] if shared else None
         self._memory = Recycled(lender=self._lender)
@@ -149,7 +149,7 @@ class WeightLoader:
                 relay=self._relay,
                 partial=self._partial_folder,
                 memory=self._staging if self._keeps or self._relay is not None else fresh,
-                layout=self._layout,
+                layout=self.layout,
             )
         except BaseException:
             self._memory.littered = True

@@ -54,7 +54,8 @@ class ServedEngine:
     """Create it inside the event loop that will call it.
 
     `max_context_tokens` 0 takes what `fit_context` gives. `progress`: 8 writable bytes that hold the number of output
-    tokens that came, as a little-endian uint64.
+    tokens that came, as a little-endian uint64. `tensor_parallel` is what the server is configured to have, for as long
+    as it has not said so itself.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ServedEngine:
         max_context_tokens: int = 0,
         folders: WeightFolders | None = None,
         progress: memoryview | None = None,
+        tensor_parallel: int = 1,
     ) -> None:
         self._dialect = dialect
         self._server = server
@@ -73,6 +75,7 @@ class ServedEngine:
         self._fits_context = not max_context_tokens
         self._max_context_tokens = max_context_tokens or DEFAULT_CONTEXT_TOKENS
         self._folders = folders or WeightFolders(untie=dialect.unties_embeddings)
+        self._tensor_parallel = tensor_parallel
         self._facts: ServerFacts | None = None
         self._model: Mapping[str, Any] = {}
         """Of the first weights: what later ones must be alike in."""
@@ -108,6 +111,7 @@ class ServedEngine:
             max_running=self._max_running,
             max_context_tokens=self._max_context_tokens,
             vocab_size=self._vocab_size,
+            tensor_parallel=(self._facts.tensor_parallel if self._facts else 0) or self._tensor_parallel,
         )
 
     @property
@@ -143,11 +147,10 @@ class ServedEngine:
                 else:
                     await self._swap(folder, weights.version)
             except BaseException:
-                if folder != self._folder:
-                    await asyncio.to_thread(self._folders.remove, folder)
+                await asyncio.to_thread(self._folders.remove, folder)
                 raise
             old, self._folder, self._model = self._folder, folder, model
-            if old is not None and old != folder:
+            if old is not None:
                 await asyncio.to_thread(self._folders.remove, old)
 
     def start(self, sequences: Sequence[SequenceStart]) -> None:

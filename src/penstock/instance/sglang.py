@@ -146,6 +146,7 @@ class SglangDialect:
                 device=str(server["device"]),
                 model_type=str(model["model_type"] or ""),
                 quantization=quantization_in(own),
+                tensor_parallel=int(server.get("tp_size", 0)),
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineError(f"{base_url} is no SGLang server of a version that is known here: {error!r}") from error

@@ -138,6 +138,7 @@ class VllmDialect:
                 device=str(config["device_config"]["device"]),
                 model_type=str(own.get("model_type", "")),
                 quantization=quantization_in(own),
+                tensor_parallel=int(config.get("parallel_config", {}).get("tensor_parallel_size", 0)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{base_url} is not a vLLM server of a version that is known here: {error!r}") from error

@@ -7,6 +7,7 @@ bytes are written as they are staged; what a server makes of them is its dialect
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from typing import Any
 
 from penstock.errors import EngineError, WeightError
 from penstock.weights.manifest import StagedWeights, TensorEntry
+from penstock.weights.memory import memory_left
 from penstock.weights.quantization import SCALE_SUFFIX, is_quantized, tensors_in_full
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -50,11 +52,15 @@ class WeightFolders:
         self._codes = codes
         self._homes: dict[Path, tuple[Path, int]] = {}
         """By parent: this engine's folder there, and its lock, which the system drops when the engine is killed."""
+        self._written = itertools.count()
         for parent in self._parents:
             remove_orphans(parent)
 
     def write(self, weights: StagedWeights) -> Path:
-        """The version as a folder. Raises EngineError, and then nothing of it is left, where no place takes it."""
+        """The version as a folder of its own, also where another of the same number is there.
+
+        Raises EngineError, and then nothing of it is left, where no place takes it.
+        """
         config = config_of(weights)
         in_full = not self._codes and is_quantized(config)
         tensors = tensors_of(weights, in_full)
@@ -90,13 +96,12 @@ class WeightFolders:
 
     def _write(self, parent: Path, version: int, config: Mapping[str, Any], tensors: Tensors) -> Path:
         home = self._home(parent)
-        partial, whole = home / "partial", home / f"version-{version}"
+        partial, whole = home / "partial", home / f"{next(self._written)}-version-{version}"
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
             (partial / "config.json").write_text(json.dumps(config))
             write_safetensors(partial / "model.safetensors", tensors)
-            shutil.rmtree(whole, ignore_errors=True)
             partial.replace(whole)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -207,17 +212,9 @@ def write_safetensors(path: Path, tensors: Tensors) -> None:
 
 
 def _room(parent: Path) -> int:
-    """Bytes that may be written below `parent`; of storage in memory no more than the machine has left."""
+    """Bytes that may be written below `parent`; of storage in memory half of what this machine, or container, has."""
     stat = os.statvfs(parent)
     free = stat.f_bavail * stat.f_frsize
     if parent == SHARED_MEMORY:
-        free = min(free, _memory_left() // 2)
+        return int(min(free, memory_left() / 2))
     return free
-
-
-def _memory_left() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return 0

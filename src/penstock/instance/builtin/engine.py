@@ -115,6 +115,7 @@ class BuiltinEngine:
             max_running=core.max_running,
             max_context_tokens=core.max_context_tokens,
             vocab_size=core.spec.vocab_size if core.spec else 0,
+            tensor_parallel=self._ranks.count if self._ranks else 1,
         )
 
     @property
@@ -132,11 +133,13 @@ class BuiltinEngine:
             self._core.fit_context(max_context_tokens)
 
     async def update_weights(self, weights: StagedWeights) -> None:
+        self._check_alive()
         try:
             prepared = await self._loop.run_in_executor(self._layout, self._core.prepare, weights)
         except CheckpointError as error:
             raise EngineError(f"weight version {weights.version} does not fit: {error}") from error
         except RankDied as error:
+            self._rank_died(error)
             raise EngineError(f"the built-in engine died: {error}") from error
         first = self.version < 0
         await self._swap(prepared)
@@ -258,12 +261,15 @@ class BuiltinEngine:
 
     def _tell(self, run: Callable[[], None], answer: Future[None] | None = None) -> None:
         with self._wake:
-            if self._death is not None:
-                raise EngineError(f"the built-in engine died: {self._death!r}") from self._death
-            if self._closing:
-                raise EngineError("the built-in engine is closed")
+            self._check_alive()
             self._commands.append(_Command(run, answer))
             self._wake.notify()
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineError(f"the built-in engine died: {self._death!r}") from self._death
+        if self._closing:
+            raise EngineError("the built-in engine is closed")
 
     async def _ask(self, run: Callable[[], None]) -> None:
         """Runs `run` between two steps; raises what it raises, or EngineError if the engine ends before."""

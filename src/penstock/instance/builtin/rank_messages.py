@@ -179,7 +179,7 @@ class Channel:
                 raise EngineError(f"a rank announces a message of {length} bytes")
             return decoder.decode(self._exactly(length)), descriptor
         except TimeoutError as error:
-            raise EngineError("the other rank did not answer in time") from error
+            raise EngineError(f"it said nothing for {self._sock.gettimeout():g} s") from error
         except OSError as error:
             raise ChannelClosed(f"the other rank is gone: {error}") from error
         except msgspec.DecodeError as error:

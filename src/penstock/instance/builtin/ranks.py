@@ -46,6 +46,7 @@ from penstock.instance.builtin.rank_messages import (
 from penstock.instance.builtin.rank_weights import plan_share, share_bytes, write_share
 from penstock.instance.builtin.spec import ModelSpec
 from penstock.weights.manifest import StagedWeights
+from penstock.weights.memory import check_room
 
 __all__ = ["LeadCache", "LeadDecoder", "RankDied", "Ranks"]
 
@@ -96,14 +97,14 @@ class Ranks:
 
     @property
     def group(self) -> RankGroup:
-        """Raises RankDied where a rank did not come, EngineError where it takes too long."""
+        """Raises RankDied where a rank did not come."""
         if self._group is None:
             try:
                 # One that can't begin is noticed here at once, and not by ranks that wait for it.
                 for member in self._members:
-                    member.steps.answer(START_S)
+                    self._answer(member, member.steps, START_S)
                 self._group = RankGroup(str(self._folder / "store"), 0, self.count, START_S)
-            except (RankLost, ChannelClosed) as error:
+            except RankLost as error:
                 raise self.died(error) from error
             finally:
                 shutil.rmtree(self._folder, ignore_errors=True)
@@ -115,13 +116,20 @@ class Ranks:
         Raises EngineError with the cause, RankDied where one is gone.
         """
         _ = self.group
-        try:
-            for member in self._members:
+        told: list[_Member] = []
+        failed: list[str] = []
+        for member in self._members:
+            try:
                 member.prepare(staged, spec, self.count, dtype)
-            causes = [(member.rank, member.weights.answer(PREPARE_S).cause) for member in self._members]
-        except ChannelClosed as error:
-            raise self.died(error) from error
-        failed = [f"rank {rank}: {cause}" for rank, cause in causes if cause]
+                told.append(member)
+            except ChannelClosed as error:
+                raise self.died(error) from error
+            except (PenstockError, OSError, MemoryError) as error:
+                failed.append(f"rank {member.rank}: {error}")
+        # Also where one could not be told: an answer left unread would be taken for that to the next version.
+        for member in told:
+            if cause := self._answer(member, member.weights, PREPARE_S):
+                failed.append(f"rank {member.rank}: {cause}")
         if failed:
             self.forget(staged.version)
             raise EngineError(f"weight version {staged.version} is not laid out by all ranks: {'; '.join(failed)}")
@@ -138,10 +146,7 @@ class Ranks:
         Raises RankDied where one does not: others may serve it already, so there is no way back.
         """
         self.tell(Swap(version, plan.slots, plan.positions))
-        try:
-            causes = [(member.rank, member.steps.answer(STEP_S).cause) for member in self._members]
-        except ChannelClosed as error:
-            raise self.died(error) from error
+        causes = [(member.rank, self._answer(member, member.steps, STEP_S)) for member in self._members]
         failed = [f"rank {rank}: {cause}" for rank, cause in causes if cause]
         if failed:
             raise RankDied(f"weight version {version} does not serve on all ranks: {'; '.join(failed)}")
@@ -154,10 +159,10 @@ class Ranks:
         except ChannelClosed as error:
             raise self.died(error) from error
 
-    def died(self, error: Exception) -> RankDied:
+    def died(self, error: Exception, who: str = "a tensor-parallel rank") -> RankDied:
         """The death that is behind a broken sum or channel."""
         self._dead.wait(CAUSE_S)
-        return RankDied(self._death or f"a tensor-parallel rank does not answer: {error}")
+        return RankDied(self._death or f"{who} does not answer: {error}")
 
     def close(self) -> None:
         """Ends them; a second call does nothing."""
@@ -172,6 +177,16 @@ class Ranks:
                 member.process.kill()
                 member.process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _answer(self, member: _Member, channel: Channel, wait_s: float) -> str:
+        """Why a rank did not do what it was told; empty where it did.
+
+        Raises RankDied where no answer comes in time: the rank may do it yet, and nobody would know.
+        """
+        try:
+            return channel.answer(wait_s).cause
+        except EngineError as error:
+            raise self.died(error, f"tensor-parallel rank {member.rank}") from error
 
     def _watch(self, member: _Member) -> None:
         code = member.process.wait()
@@ -209,6 +224,8 @@ class _Member:
     def prepare(self, staged: StagedWeights, spec: ModelSpec, ranks: int, dtype: torch.dtype) -> None:
         """Sends the rank's byte ranges of a version, in memory that it maps too and that nobody else can name."""
         plan = plan_share(staged, spec, self.rank, ranks)
+        # What is sent, and the tensors that the rank makes of it.
+        check_room(2 * share_bytes(plan))
         try:
             descriptor = os.memfd_create(f"penstock-rank-{self.rank}")
         except OSError as error:
