@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,20 @@ from penstock.rollout.client import FinishedSample
 from penstock.sample import Finish, Prompt, Sample, Score, Unscored, VersionSpan
 from penstock.train.actor import NamedTensor
 from penstock.train.ports import Listener
+from penstock.weights.plan import DTYPE_BYTES
+from penstock.weights.published import Shaped
 from penstock.wire import BatchDone, Sampling, TrainerTurn
+
+
+def written(tensors: Iterable[NamedTensor]) -> dict[str, bytes]:
+    """By name, what each writes where it is put."""
+    found = {}
+    for name, dtype, shape, write in tensors:
+        into = bytearray(prod(shape) * DTYPE_BYTES[dtype])
+        write(memoryview(into))
+        found[name] = bytes(into)
+    return found
+
 
 Script = Callable[["FakeRollout", str, FinishedSample], FinishedSample]
 
@@ -133,8 +147,12 @@ class FakeStore:
     digests: dict[int, Future[str]] = field(default_factory=dict)
     """Where a test puts one, it says when the checksums of that version end, and how."""
 
-    def publish_behind(self, version: int, tensors: Iterable[NamedTensor], config_json: str) -> Any:
-        self.versions[version] = {name: bytes(data) for name, _, _, data in tensors}
+    def publish_behind(
+        self, version: int, tensors: Iterable[NamedTensor], config_json: str, shapes: Iterable[Shaped]
+    ) -> Any:
+        told = list(shapes)
+        self.versions[version] = written(tensors)
+        assert [name for name, _, _ in told] == list(self.versions[version])
         if version not in self.digests:
             self.digests[version] = Future()
             self.digests[version].set_result(f"weights {version}")

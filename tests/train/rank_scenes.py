@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fakes import written
 
 from penstock import collector
 from penstock.config.run import RunConfig
@@ -96,7 +97,8 @@ def learn(learner: Learner, out: Path) -> dict[str, torch.Tensor]:
         learner.learn(third, Tally(0), {}, mini_batches - 1)
     for name, mean in learner.metrics().items():
         found[f"metrics/{name}"] = torch.tensor(mean)
-    weights = {name: bytes(data) for name, _, _, data in learner.weights()}
+    weights = written(learner.weights())
+    assert [name for name, _, _ in learner.actor.named_shapes()] == list(weights)
     checkpoint = save(learner, out / f"learned-{learner.ranks.size}")
     kept = read_whole(files_of(checkpoint, "model"))
     assert weights == {name: tensor.numpy().tobytes() for name, tensor in kept.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import written
 
 from penstock.config.train import TrainConfig
 from penstock.errors import CheckpointError, ConfigError
@@ -297,25 +298,34 @@ def test_weights_are_sent_under_hugging_face_names_without_a_copy(model_folder: 
     from safetensors.torch import load_file
 
     actor = make_actor(model_folder)
-    sent = {name: (dtype, shape, data) for name, dtype, shape, data in actor.named_tensors()}
+    sent = {name: (dtype, shape) for name, dtype, shape, _ in actor.named_tensors()}
+    assert sent == {name: (dtype, shape) for name, dtype, shape in actor.named_shapes()}
+    data = written(actor.named_tensors())
     on_disk = load_file(model_folder / "model.safetensors")
     assert sent.keys() == on_disk.keys()
-    for name, (dtype, shape, data) in sent.items():
+    for name, (dtype, shape) in sent.items():
         assert dtype == "F32"
         assert shape == tuple(on_disk[name].shape)
-        assert bytes(data) == on_disk[name].numpy().tobytes()
-    if actor.device.type == "cpu":
-        name, _, _, data = next(iter(actor.named_tensors()))
-        with torch.no_grad():
-            dict(actor.model.named_parameters())[name].zero_()
-        assert not any(data)
+        assert data[name] == on_disk[name].numpy().tobytes()
+    # Nothing is copied before it is written.
+    first = next(iter(actor.named_tensors()))
+    with torch.no_grad():
+        dict(actor.model.named_parameters())[first[0]].zero_()
+    assert not any(written([first])[first[0]])
     config = json.loads(actor.config_json())
     assert (config["model_type"], config["dtype"], config["tie_word_embeddings"]) == ("llama", "float32", True)
 
 
 def test_bfloat16_is_what_is_sent_and_float32_what_is_kept(model_folder: Path) -> None:
     actor = make_actor(model_folder, dtype="bfloat16")
-    assert {dtype for _, dtype, _, _ in actor.named_tensors()} == {"BF16"}
+    assert (
+        {dtype for _, dtype, _, _ in actor.named_tensors()}
+        == {dtype for _, dtype, _ in actor.named_shapes()}
+        == {"BF16"}
+    )
+    data = written(actor.named_tensors())
+    for name, tensor in actor.named_weights():
+        assert data[name] == tensor.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
     assert json.loads(actor.config_json())["dtype"] == "bfloat16"
     assert {tensor.dtype for _, tensor in actor.named_weights()} == {torch.float32}
     exact = make_actor(model_folder)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import written
 from runs import MakeRun
 
 from penstock.config.train import TrainConfig
@@ -36,7 +37,10 @@ def learn(actor: Actor, steps: int = 3) -> None:
 
 def test_adapters_begin_as_nothing_and_are_all_that_is_learned(model_folder: Path) -> None:
     actor, plain = make_actor(model_folder), load_causal_lm(model_folder)
-    sent = {name: bytes(data) for name, _, _, data in actor.named_tensors()}
+    sent = written(actor.named_tensors())
+    assert [(name, shape) for name, _, shape in actor.named_shapes()] == [
+        (name, shape) for name, _, shape, _ in actor.named_tensors()
+    ]
     whole = {name: tensor.numpy().tobytes() for name, tensor in plain.state_dict().items()}
     assert all(sent[name] == whole[name] for name in sent)
     assert len(actor.learned) == 2 * 2 * 7

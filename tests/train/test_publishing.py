@@ -13,6 +13,7 @@ from fakes import FakeRollout, FakeStore
 from penstock.errors import DeadlineExceeded, WeightError
 from penstock.observe import events
 from penstock.train import publishing
+from penstock.train.actor import NamedTensor
 from penstock.train.edge import EdgeLoop
 from penstock.train.publishing import Publishing
 from penstock.weights import WeightStore
@@ -30,8 +31,14 @@ class Ports:
         self.events.append(event)
 
 
-def tensors() -> list[tuple[str, str, tuple[int, ...], bytes]]:
-    return [("w", "BF16", (2,), b"abcd")]
+SHAPES = [("w", "BF16", (2,))]
+
+
+def tensors() -> list[NamedTensor]:
+    def write(into: memoryview) -> None:
+        into[:] = b"abcd"
+
+    return [(*SHAPES[0], write)]
 
 
 def test_the_trainer_goes_on_while_checksums_are_made_and_samples_are_asked_for_only_then() -> None:
@@ -39,7 +46,7 @@ def test_the_trainer_goes_on_while_checksums_are_made_and_samples_are_asked_for_
         ports = Ports(edge)
         ports.weights.digests[1] = later = Future()
         going = Publishing(ports)  # type: ignore[arg-type]
-        going.begin(1, tensors(), "{}")
+        going.begin(1, tensors(), "{}", SHAPES)
         assert ports.weights.versions == {1: {"w": b"abcd"}}
         assert ports.rollout.published == []
         asked: list[int] = []
@@ -64,10 +71,10 @@ def test_a_version_whose_checksums_fail_is_an_error_and_never_announced() -> Non
         ports = Ports(edge)
         ports.weights.digests[1] = later = Future()
         going = Publishing(ports)  # type: ignore[arg-type]
-        going.begin(1, tensors(), "{}")
+        going.begin(1, tensors(), "{}", SHAPES)
         later.set_exception(WeightError("no memory for version 1"))
         with pytest.raises(WeightError, match="no memory for version 1"):
-            going.begin(2, tensors(), "{}")
+            going.begin(2, tensors(), "{}", SHAPES)
         assert ports.rollout.published == []
         assert 2 not in ports.weights.versions
 
@@ -78,7 +85,7 @@ def test_checksums_that_never_end_are_named_at_the_deadline(monkeypatch: pytest.
         ports = Ports(edge)
         ports.weights.digests[7] = Future()
         going = Publishing(ports)  # type: ignore[arg-type]
-        going.begin(7, tensors(), "{}")
+        going.begin(7, tensors(), "{}", SHAPES)
         with pytest.raises(DeadlineExceeded, match="checksums and announcement of weight version 7"):
             going.settle()
 
@@ -91,12 +98,12 @@ def test_the_store_itself_says_when_a_version_is_ready_and_that_it_never_will_be
         store.start()
         ports = Ports(edge, weights=store)
         going = Publishing(ports)  # type: ignore[arg-type]
-        going.begin(0, tensors(), "{}")
+        going.begin(0, tensors(), "{}", SHAPES)
         going.settle()
         assert ports.rollout.published == [0]
         closed = threading.Event()
         monkeypatch.setattr(WeightStore, "_held_version", lambda *_: closed.wait(30))
-        going.begin(1, tensors(), "{}")
+        going.begin(1, tensors(), "{}", SHAPES)
         store.close()
         with pytest.raises(WeightError, match="closed before the version was ready"):
             going.settle()

@@ -115,7 +115,7 @@ class House:
 
     async def publish(self, version: int, model: Any) -> None:
         tensors = [
-            (name, safetensors_dtype(tensor), tuple(tensor.shape), tensor_bytes(tensor))
+            (name, safetensors_dtype(tensor.dtype), tuple(tensor.shape), tensor_bytes(tensor))
             for name, tensor in model.state_dict().items()
         ]
         manifest = self.store.publish(version, tensors, model.config.to_json_string())

@@ -15,10 +15,13 @@ import threading
 import time
 from pathlib import Path
 
+import torch
+
 from penstock.bench.common import Result, at_least, at_most, skipped
-from penstock.bench.weights_link import TOKEN, StoreProcess, tensors_of
+from penstock.bench.weights_link import TOKEN, StoreProcess
 from penstock.bench.weights_pair import drawn
 from penstock.errors import PenstockError
+from penstock.train.shards import writer_of
 from penstock.weights import TcpTransport, WeightStore, pull
 from penstock.weights.choose import Rates
 from penstock.weights.memory import Recycled, host_buffer, usable_cores
@@ -28,6 +31,8 @@ __all__ = ["on_one_machine", "stalls"]
 
 CHUNK_BYTES = 4 << 20
 STREAMS = 2
+ROW, LAYERS = 4096, 48
+"""Columns and number of the tensors of which the trainer's stall is measured."""
 MOONCAKE_PYTHON = "PENSTOCK_MOONCAKE_PYTHON"
 """An interpreter that has Mooncake's transfer engine: it links against libraries that few machines have."""
 COPY = """
@@ -222,25 +227,40 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def stalls(size: int, times: int) -> list[Result]:
-    """How long `publish_behind` keeps the trainer, against the bare copy; hashing goes on behind it."""
-    data = drawn(size, 0.0)[0]
-    tensors = tensors_of(data)
+    """How long `publish_behind` keeps the trainer, against the bare copy; hashing goes on behind it.
+
+    By the trainer's own way (`writer_of`), with weights that are sent as they are kept and with ones that are cast.
+    """
+    kept = torch.frombuffer(bytearray(drawn(size, 0.0)[0]), dtype=torch.bfloat16).view(-1, ROW)
+    exact = kept[: len(kept) // 2].float()
+    return [
+        at_most("trainer's stall / bare copy in memory", *_stall(kept, size, times)),
+        at_most("trainer's stall / bare cast from float32 to bfloat16", *_stall(exact, size // 2, times)),
+    ]
+
+
+def _stall(weights: torch.Tensor, size: int, times: int) -> tuple[float, float, str, str]:
+    """The ratio with its target, unit and note. `size`: bytes that are sent."""
+    rows = weights.split(max(1, len(weights) // LAYERS))
+    shapes = [(f"w{k}", "BF16", tuple(row.shape)) for k, row in enumerate(rows)]
+    into = torch.frombuffer(host_buffer(size), dtype=torch.bfloat16)
     store = WeightStore("bench", "127.0.0.1", 0, TOKEN, keep_versions=1)
     store.start()
-    into = host_buffer(size)
     stalled, copied = [], []
     try:
         for version in range(times + 2):
             began = time.perf_counter()
-            publication = store.publish_behind(version, tensors, "{}")
+            named = ((*shape, writer_of(row, torch.bfloat16)) for shape, row in zip(shapes, rows))
+            publication = store.publish_behind(version, named, "{}", shapes)
             stalled.append(time.perf_counter() - began)
             publication.manifest()
             began = time.perf_counter()
-            into[:] = data
+            for place, row in zip(into.split([row.numel() for row in rows]), rows):
+                place.copy_(row.view(-1))
             copied.append(time.perf_counter() - began)
     finally:
         store.close()
     # The first two find no buffer of an older version to use again.
     one, other = statistics.median(stalled[2:]), statistics.median(copied[2:])
     note = f"{one * 1e9 / size:.3f} s/GB; the first two versions, on fresh memory, {max(stalled[:2]) * 1e9 / size:.3f}"
-    return [at_most("trainer's stall / bare copy in memory", one / other, 1.1, "x", note)]
+    return one / other, 1.1, "x", note

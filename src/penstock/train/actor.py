@@ -26,20 +26,21 @@ from penstock.train.batching import PassBatch
 from penstock.train.flops import ModelSize, forward_flops
 from penstock.train.forward import TokenScorer, TokenScores
 from penstock.train.loading import load_placed
-from penstock.train.lora import add_adapters, merged_tensors, without_adapters
+from penstock.train.lora import add_adapters, merged_name, merged_tensors, without_adapters
 from penstock.train.losses import approximate_kl, token_weights, truncated_importance
 from penstock.train.mini_batch import MiniBatch, OptimizerStep
 from penstock.train.policy_losses import get_loss
 from penstock.train.ranks import Ranks
 from penstock.train.schedule import lr_at
 from penstock.train.sharding import checkpoint_activations, layers_of, local
-from penstock.train.shards import safetensors_dtype, tensor_bytes
+from penstock.train.shards import safetensors_dtype, writer_of
 from penstock.train.sums import Sums
-from penstock.weights.gather import gathered
+from penstock.weights.gather import gathered, hf_name
+from penstock.weights.published import Shaped, Writer
 
 __all__ = ["Actor", "NamedTensor", "pick_device"]
 
-NamedTensor = tuple[str, str, tuple[int, ...], memoryview]
+NamedTensor = tuple[str, str, tuple[int, ...], Writer]
 """Hugging Face name, dtype as in safetensors, shape, raw little-endian bytes."""
 
 
@@ -207,14 +208,24 @@ class Actor:
     # ---- weights to send
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """All weights under their Hugging Face names, tied ones once; views of them where they lie in host memory.
+        """All weights under their Hugging Face names, tied ones once, in the order of `named_shapes`; each can be
+        written until the next optimizer step.
 
-        The views are valid until the next optimizer step. Shards are put together one tensor at a time; every rank
-        has to go through all of them.
+        Shards are put together a bucket at a time; every rank has to go through all of them.
         """
         for name, tensor in self.whole_weights():
-            sent = tensor.to(torch.bfloat16) if self.dtype == "bfloat16" and tensor.is_floating_point() else tensor
-            yield name, safetensors_dtype(sent), tuple(sent.shape), tensor_bytes(sent)
+            dtype = self._sent_dtype(tensor)
+            yield name, safetensors_dtype(dtype), tuple(tensor.shape), writer_of(tensor, dtype)
+
+    def named_shapes(self) -> Iterator[Shaped]:
+        """Name, dtype and shape of all that is sent; nothing is put together or merged for it."""
+        for name, tensor in self.named_weights():
+            sent = merged_name(name) if self.config.lora.rank else name if self.ranks.size == 1 else hf_name(name)
+            if sent:
+                yield sent, safetensors_dtype(self._sent_dtype(tensor)), tuple(tensor.shape)
+
+    def _sent_dtype(self, tensor: Tensor) -> torch.dtype:
+        return torch.bfloat16 if self.dtype == "bfloat16" and tensor.is_floating_point() else tensor.dtype
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights by Hugging Face name, adapters merged; of several ranks the leader alone gets them.

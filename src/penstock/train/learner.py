@@ -101,7 +101,7 @@ class Learner:
             return [] if mini_batch is None else self._end_mini_batch(mini_batch, watch)
 
     def weights(self) -> Iterator[NamedTensor]:
-        """All weights as they are sent; views that are valid until the next optimizer step."""
+        """All weights as they are sent, to be written before the next optimizer step."""
         with self._together():
             self.ranks.tell(Collect("weights"))
             yield from self.actor.named_tensors()

@@ -232,7 +232,8 @@ class Trainer:
         Returns once they are copied; who asks for samples of them waits until agents know of them.
         """
         with self.learner.stages("publish"):
-            self._publishing.begin(self.version, self.learner.weights(), self.learner.actor.config_json())
+            actor = self.learner.actor
+            self._publishing.begin(self.version, self.learner.weights(), actor.config_json(), actor.named_shapes())
 
     # ---- evaluation
 

@@ -69,13 +69,22 @@ def without_adapters(model: Any) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+def merged_name(name: str) -> str:
+    """Of a tensor as the model has it without adapters; empty for one that is an adapter's."""
+    if _DOWN in name or _UP in name:
+        return ""
+    layer, _, kind = name.partition(_BASE)
+    return f"{layer}.{kind}" if kind else name
+
+
 def merged_tensors(named: Iterator[tuple[str, Tensor]], model: Any) -> Iterator[tuple[str, Tensor]]:
     """Tensors under the names that the model has without adapters, W + scaling B A where there is one; whole."""
     parts = dict(named)
     for name, tensor in parts.items():
-        if _DOWN in name or _UP in name:
+        whole_name = merged_name(name)
+        if not whole_name:
             continue
-        if _BASE not in name:
+        if whole_name == name:
             yield name, full(tensor)
             continue
         layer, _, kind = name.partition(_BASE)
@@ -87,4 +96,4 @@ def merged_tensors(named: Iterator[tuple[str, Tensor]], model: Any) -> Iterator[
             added = part.scaling[ADAPTER] * (up.float() @ down.float())
             # GPT-2's linear layers keep their weights the other way round.
             merged = (merged.float() + (added.T if part.fan_in_fan_out else added)).to(merged.dtype)
-        yield f"{layer}.{kind}", merged
+        yield whole_name, merged

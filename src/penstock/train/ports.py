@@ -16,6 +16,7 @@ from penstock.sample import Finish, Prompt, Sample, Score, Unscored, VersionSpan
 from penstock.train.actor import NamedTensor
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.edge import EdgeLoop
+from penstock.weights.published import Shaped
 from penstock.wire import BatchDone, Sampling, TrainerTurn
 
 __all__ = [
@@ -117,7 +118,9 @@ class PublishedWeights(Protocol):
 class WeightPublisher(Protocol):
     """Where agents pull versions from; `weights.store.WeightStore` is one. Copies the tensors before it returns."""
 
-    def publish_behind(self, version: int, tensors: Iterable[NamedTensor], config_json: str) -> PublishedWeights: ...
+    def publish_behind(
+        self, version: int, tensors: Iterable[NamedTensor], config_json: str, shapes: Iterable[Shaped]
+    ) -> PublishedWeights: ...
 
 
 class PromptSource(Protocol):

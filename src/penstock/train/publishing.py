@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from penstock.observe import events
 from penstock.train.actor import NamedTensor
 from penstock.train.ports import PublishedWeights, TrainerPorts
+from penstock.weights.published import Shaped
 
 __all__ = ["Publishing"]
 
@@ -34,14 +35,15 @@ class Publishing:
         self.stall_s = 0.0
         """How long the last `begin` kept the trainer: the host copy."""
 
-    def begin(self, version: int, tensors: Iterable[NamedTensor], config_json: str) -> None:
-        """Copies `tensors`, which may change once this returns, and leaves the rest to other threads.
+    def begin(self, version: int, tensors: Iterable[NamedTensor], config_json: str, shapes: Iterable[Shaped]) -> None:
+        """Copies `tensors`, which may change once this returns, one after the other, and leaves the rest to other
+        threads. `shapes`: theirs.
 
         Raises WeightError for tensors that can't be published, and what `settle` raises for the version before.
         """
         self.settle()
         began = time.perf_counter()
-        published = self._ports.weights.publish_behind(version, tensors, config_json)
+        published = self._ports.weights.publish_behind(version, tensors, config_json, shapes)
         self.stall_s = time.perf_counter() - began
         announcing = asyncio.run_coroutine_threadsafe(self._announce(version, published), self._ports.edge.loop)
         self._under_way = version, int(published.raw_nbytes), began, announcing

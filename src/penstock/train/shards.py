@@ -12,7 +12,7 @@ import json
 import os
 import struct
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -33,6 +33,7 @@ __all__ = [
     "shard_file",
     "tensor_bytes",
     "write_safetensors",
+    "writer_of",
 ]
 
 
@@ -89,7 +90,11 @@ def write_safetensors(path: Path, tensors: Iterable[tuple[str, Tensor]], metadat
     end = 0
     for name, tensor in named:
         start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": safetensors_dtype(tensor), "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": safetensors_dtype(tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
@@ -154,8 +159,19 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(cast(Any, flat.view(torch.uint8).numpy()))
 
 
-def safetensors_dtype(tensor: Tensor) -> str:
-    return _SAFETENSORS_DTYPES[tensor.dtype]
+def writer_of(tensor: Tensor, dtype: torch.dtype) -> Callable[[memoryview], None]:
+    """Writes a tensor's bytes, as `dtype`, to where they belong: what is cast, or comes from a device, is nowhere else
+    on the way."""
+
+    def write(into: memoryview) -> None:
+        if tensor.numel():
+            torch.frombuffer(into, dtype=dtype).view(tensor.shape).copy_(tensor.detach())
+
+    return write
+
+
+def safetensors_dtype(dtype: torch.dtype) -> str:
+    return _SAFETENSORS_DTYPES[dtype]
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -6,25 +6,29 @@ Pure but for the copying; decides nothing about how long a version is kept or ho
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from math import prod
 
 from penstock.errors import WeightError
 from penstock.weights.encodings import draft_of, encode, raw_manifest_of
 from penstock.weights.growing import Growing
 from penstock.weights.manifest import Manifest, TensorEntry, encode_manifest, sign_manifest
-from penstock.weights.plan import Bytes, check_tensor, cut_runs, digest, tensor_offsets
+from penstock.weights.plan import DTYPE_BYTES, Bytes, check_tensor, cut_runs, digest, tensor_offsets
 from penstock.weights.quantization import SCHEME_DTYPES
 
 __all__ = [
     "Coded",
     "Publication",
+    "Shaped",
     "TensorSource",
     "Version",
+    "Writer",
     "comparable",
-    "copy_into",
     "described",
+    "entries_of",
+    "filled",
     "made",
     "scheme_of_codec",
     "version_of",
@@ -33,8 +37,12 @@ __all__ = [
 COPY_BYTES = 16 * 1024 * 1024
 """Copied at once while publishing; other threads of the trainer run in between."""
 
-TensorSource = tuple[str, str, tuple[int, ...], Bytes]
-"""Name, dtype as in safetensors, shape, and a contiguous buffer of the raw little-endian bytes."""
+Writer = Callable[[memoryview], None]
+"""Writes a tensor's raw little-endian bytes to where they belong."""
+Shaped = tuple[str, str, tuple[int, ...]]
+"""Name, dtype as in safetensors, and shape of a tensor."""
+TensorSource = tuple[str, str, tuple[int, ...], Bytes | Writer]
+"""The same and its bytes: a contiguous buffer of them, or who writes them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -153,32 +161,68 @@ def scheme_of_codec(codec: str) -> str:
     return scheme if scheme in SCHEME_DTYPES else ""
 
 
-def described(tensors: Iterable[TensorSource]) -> tuple[list[TensorEntry], list[memoryview]]:
-    """Entries without checksums, and the bytes of each tensor. Raises WeightError for what can't be published."""
-    entries: list[TensorEntry] = []
-    sources: list[memoryview] = []
-    names: set[str] = set()
-    for name, dtype, shape, buffer in tensors:
-        source = memoryview(buffer)
-        if not source.c_contiguous:
-            raise WeightError(f"the buffer of tensor {name} is not contiguous")
+def described(tensors: Iterable[TensorSource]) -> tuple[list[TensorEntry], list[TensorSource]]:
+    """Entries without checksums, and the tensors once more. Raises WeightError for what can't be published."""
+    sources = list(tensors)
+    return entries_of((name, dtype, shape) for name, dtype, shape, _ in sources), sources
+
+
+def entries_of(shapes: Iterable[Shaped]) -> list[TensorEntry]:
+    """Entries without checksums. Raises WeightError for tensors that can't be published."""
+    entries: dict[str, TensorEntry] = {}
+    for name, dtype, shape in shapes:
         try:
             sizes = tuple(map(operator.index, shape))
         except TypeError:
             raise WeightError(f"tensor {name} has the shape {tuple(shape)}, of other things than integers") from None
-        entry = TensorEntry(name=name, dtype=dtype, shape=sizes, nbytes=source.nbytes, xxh3=0)
+        nbytes = prod(sizes) * DTYPE_BYTES.get(dtype, 0)
+        entry = TensorEntry(name=name, dtype=dtype, shape=sizes, nbytes=nbytes, xxh3=0)
         check_tensor(entry)
-        if name in names:
+        if name in entries:
             raise WeightError(f"tensor {name} is given twice")
-        names.add(name)
-        entries.append(entry)
-        # An empty view can't be cast; it has no bytes to copy either.
-        sources.append(source.cast("B") if source.nbytes else memoryview(b""))
-    return entries, sources
+        entries[name] = entry
+    return list(entries.values())
 
 
-def copy_into(into: memoryview, source: memoryview) -> None:
-    """Copies in pieces."""
-    for start in range(0, len(source), COPY_BYTES):
-        end = min(start + COPY_BYTES, len(source))
+def filled(stream: memoryview, entries: Sequence[TensorEntry], tensors: Iterable[TensorSource]) -> None:
+    """Writes each tensor to its place as it comes, and keeps none. Raises WeightError for others than `entries`."""
+    coming: Iterator[TensorSource] = iter(tensors)
+    start = 0
+    for entry in entries:
+        source = next(coming, None)
+        if source is None:
+            raise WeightError(f"tensor {entry.name} did not come")
+        _write(stream[start : start + entry.nbytes], entry, source)
+        start += entry.nbytes
+    more = next(coming, None)
+    if more is not None:
+        raise WeightError(f"tensor {more[0]} came after the last of {len(entries)}")
+
+
+def _write(into: memoryview, entry: TensorEntry, source: TensorSource) -> None:
+    name, dtype, shape, data = source
+    if (name, dtype, tuple(shape)) != (entry.name, entry.dtype, entry.shape):
+        raise WeightError(
+            f"tensor {name} of dtype {dtype} and shape {list(shape)} came where {entry.name} of dtype {entry.dtype} "
+            f"and shape {list(entry.shape)} was to come"
+        )
+    if callable(data):
+        data(into)
+        return
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise WeightError(f"the buffer of tensor {name} is not contiguous")
+    if view.nbytes != entry.nbytes:
+        raise WeightError(
+            f"tensor {name} of dtype {dtype} and shape {list(shape)} needs {entry.nbytes} bytes, and its buffer has "
+            f"{view.nbytes}"
+        )
+    # An empty view can't be cast; it has no bytes to copy either.
+    _copy_into(into, view.cast("B") if view.nbytes else view)
+
+
+def _copy_into(into: memoryview, source: memoryview) -> None:
+    """In pieces."""
+    for start in range(0, len(into), COPY_BYTES):
+        end = min(start + COPY_BYTES, len(into))
         into[start:end] = source[start:end]
