@@ -20,6 +20,7 @@ from penstock.errors import ConfigError
 
 __all__ = [
     "HINT_TLS",
+    "NO_TLS",
     "certificate_role",
     "client_context",
     "common_name",
@@ -31,6 +32,7 @@ __all__ = [
 
 HINT_TLS = "it ended the connection unasked; if it speaks TLS, its address begins with https://"
 """For whoever spoke plain HTTP and was hung up on."""
+NO_TLS = "the other side does not speak TLS at that port"
 LATE_STEPS = 8
 """Of a handshake that has failed: the client reads the alert and goes; one that sends on instead is cut off."""
 
@@ -43,7 +45,7 @@ _ALERTS = {
     "CERTIFICATE_REVOKED": "this machine's certificate was revoked",
     "CERTIFICATE_UNKNOWN": "this machine's certificate is not accepted",
     "HANDSHAKE_FAILURE": "no common ground for TLS; it may ask for a certificate (--tls-cert and --tls-key)",
-    "WRONG_VERSION_NUMBER": "the other side does not speak TLS at that port",
+    "WRONG_VERSION_NUMBER": NO_TLS,
     "PROTOCOL_VERSION": "the other side speaks another version of TLS; 1.2 is the least",
 }
 """What an alert, or an error of one's own side, means to whoever reads it there."""

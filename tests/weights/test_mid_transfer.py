@@ -22,7 +22,8 @@ from test_transfer import CHUNK, TOKEN, assert_whole, fetch, store_of
 from penstock.bench.weights_link import DelayProxy
 from penstock.weights import WeightStore
 from penstock.weights.addresses import parse_address
-from penstock.weights.puller import NoMemory, NotInTime
+from penstock.weights.memory import NoMemory
+from penstock.weights.puller import NotInTime
 
 WHOLE = 1 << 30
 CONNECTIONS = 2
@@ -43,6 +44,7 @@ class Between:
         self._target = parse_address(target)
         self._budgets = budgets
         self._answering: set[asyncio.Task[None]] = set()
+        self.connections = 0
         self.passed = 0
         self.refused = 0
         self.down = False
@@ -69,6 +71,7 @@ class Between:
         while True:
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)
             sock.setblocking(False)
+            self.connections += 1
             if self.down:
                 self.refused += 1
                 reset(sock)

@@ -24,10 +24,13 @@ TOKEN = "t" * 32
 MATRIX = "model.layers.0.mlp.up_proj.weight"
 CONFIG = '{"model_type": "llama"}'
 SCHEMES = ("int8", "fp8")
+FLT_MAX = float(np.finfo(np.float32).max)
 
 
-def quantized(data: bytes, dtype: str, columns: int, scheme: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The values, what they decode to, and each row's scale, in double precision."""
+def quantized(
+    data: bytes, dtype: str, columns: int, scheme: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The values, code * scale in exact arithmetic and in float32, and each row's scale, in double precision."""
     elements = len(data) // (4 if dtype == "F32" else 2)
     codes, scales = np.empty(elements, np.uint8), np.empty(elements // columns, np.float32)
     quantize_rows(memoryview(data), dtype, columns, scheme, codes, scales)
@@ -35,15 +38,20 @@ def quantized(data: bytes, dtype: str, columns: int, scheme: str) -> tuple[np.nd
     with np.errstate(invalid="ignore"):
         wide = scales.astype(np.float64)
         values = as_float32(memoryview(data), dtype).reshape(-1, columns).astype(np.float64)
-    return values, dequantize_rows(codes.data, one, columns, scheme) * wide[:, None], wide
+    numbers = dequantize_rows(codes.data, scales, columns, scheme).astype(np.float64)
+    return values, dequantize_rows(codes.data, one, columns, scheme) * wide[:, None], numbers, wide
 
 
-def check(values: np.ndarray, decoded: np.ndarray, scales: np.ndarray, scheme: str) -> None:
+def check(values: np.ndarray, decoded: np.ndarray, numbers: np.ndarray, scales: np.ndarray, scheme: str) -> None:
     """The promises of the module's docstring, row by row, in arithmetic that is exact for these numbers."""
-    for x, y, scale in zip(values, decoded, scales, strict=True):
+    for x, y, number, scale in zip(values, decoded, numbers, scales, strict=True):
+        if np.isfinite(x).all():
+            assert np.isfinite(number).all()
+            assert (np.abs(number - y) <= np.maximum(np.abs(y) * 2**-24, 2**-150)).all()
         if not np.isfinite(x).all():
             assert np.isnan(scale)
             assert np.isnan(y).all()
+            assert np.isnan(number).all()
         elif not x.any():
             assert scale == 1
             assert not y.any()
@@ -68,7 +76,7 @@ def test_a_row_of_any_bits_stays_within_the_stated_bounds(scheme: str, dtype: st
 @pytest.mark.parametrize("scheme", SCHEMES)
 @given(
     rows=st.lists(
-        st.lists(st.floats(-(2.0**99), 2.0**99, width=32, allow_nan=False), min_size=6, max_size=6),
+        st.lists(st.floats(-FLT_MAX, FLT_MAX, width=32), min_size=6, max_size=6),
         min_size=1,
         max_size=6,
     )
@@ -76,6 +84,16 @@ def test_a_row_of_any_bits_stays_within_the_stated_bounds(scheme: str, dtype: st
 @settings(max_examples=100, deadline=None)
 def test_a_row_of_finite_numbers_stays_within_the_stated_bounds(scheme: str, rows: list[list[float]]) -> None:
     check(*quantized(np.array(rows, np.float32).tobytes(), "F32", 6, scheme), scheme)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_at_the_top_of_float32_decode_to_numbers(scheme: str) -> None:
+    """Of the thousand largest float32 each one is a row's peak."""
+    peaks = (np.float32(FLT_MAX).view(np.uint32) - np.arange(1000, dtype=np.uint32)).view(np.float32)
+    rows = np.stack([peaks, -peaks, np.full_like(peaks, 1e38), np.ones_like(peaks)], axis=1)
+    values, decoded, numbers, scales = quantized(rows.tobytes(), "F32", 4, scheme)
+    check(values, decoded, numbers, scales, scheme)
+    assert (np.abs(values - decoded)[:, :2] <= scales[:, None] * 2**-14).all()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -23,8 +23,8 @@ from penstock.weights import StagedWeights, WeightStore, decode_manifest, encode
 from penstock.weights import protocol as words
 from penstock.weights.choose import Rates
 from penstock.weights.manifest import Encoding, Made
+from penstock.weights.memory import NoMemory
 from penstock.weights.partial import Partial
-from penstock.weights.puller import NoMemory
 from penstock.weights.relay import Relay
 from penstock.weights.tcp import TcpLink, TcpTransport
 from penstock.weights.transport import Heard, Planned, WeightLink

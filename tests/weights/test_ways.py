@@ -543,6 +543,35 @@ async def test_a_read_that_mooncake_refuses_is_made_by_tcp(
         transport.close()
 
 
+@pytest.mark.parametrize("cause", ["can't be loaded: libibverbs.so.1", "does not start on 10.9.9.9 over tcp"])
+async def test_an_agent_without_mooncake_goes_by_its_other_ways_and_says_why(
+    engine: type[FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    cause: str,
+) -> None:
+    monkeypatch.setattr("penstock.weights.ways.outward_address", lambda: "10.9.9.9")
+    if "loaded" in cause:
+        monkeypatch.setattr(mooncake_module.importlib, "import_module", without_its_libraries)
+    lenders = [*lenders_of(["mooncake"], "127.0.0.1"), SharedLender(tmp_path)]
+    async with store_of(0, lenders=lenders) as (_, address):
+        for ways, expected in (
+            (["mooncake", "shm"], "shm"),
+            (["mooncake"], "tcp (not by mooncake: Mooncake's transfer"),
+        ):
+            loader = WeightLoader(TOKEN, ways=ways, codec="raw")
+            assert f"weights do not come by mooncake: Mooncake's transfer engine {cause}" in caplog.text
+            staged = await loader.pull(address, 0, 30)
+            assert staged.way.startswith(expected)
+            assert (cause in staged.way) == (ways == ["mooncake"])
+            await loader.close()
+
+
+def without_its_libraries(name: str) -> None:
+    raise ImportError("libibverbs.so.1: cannot open shared object file")
+
+
 def test_mooncake_that_is_missing_or_does_not_start_is_said(
     engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,6 +22,8 @@ from penstock.weights import Manifest, StagedWeights, WeightStore, encode_manife
 from penstock.weights import protocol as words
 from penstock.weights.framed import FramedSocket
 from penstock.weights.manifest import Encoding, Made, sign_manifest
+from penstock.weights.memory import Recycled
+from penstock.weights.published import TensorSource
 from penstock.weights.tcp import TcpTransport
 from penstock.weights.transport import Heard, Planned, WeightLink
 
@@ -115,6 +117,54 @@ def test_a_tensor_that_is_not_as_described_is_not_published(source: tuple, named
     assert store.versions() == []
 
 
+def numbered(count: int) -> list[TensorSource]:
+    return [(f"w{number}", "U8", (1000,), bytes([number]) * 1000) for number in range(count)]
+
+
+def test_tensors_whose_shapes_are_known_before_are_copied_as_they_come_and_no_two_are_there_at_once() -> None:
+    alive: list[int] = []
+
+    class Made(bytearray):
+        def __del__(self) -> None:
+            alive.remove(1)
+
+    def coming() -> Iterator[TensorSource]:
+        for number in range(5):
+            made = Made(bytes([number]) * 1000)
+            alive.append(1)
+            assert len(alive) <= 2, "the one that is made, and the one before it"
+            yield f"w{number}", "U8", (1000,), made
+            del made
+
+    def written(into: memoryview) -> None:
+        into[:] = b"abcd"
+
+    shapes = [(f"w{number}", "U8", (1000,)) for number in range(5)]
+    store = WeightStore("run", "127.0.0.1", 0, TOKEN)
+    assert store.publish_behind(0, coming(), CONFIG, shapes).digest == store.publish(1, numbered(5), CONFIG).digest
+    one, other = (store.publish(2 + k, [("w", "I32", (1,), data)], CONFIG) for k, data in enumerate((written, b"abcd")))
+    assert one.tensors == other.tensors
+
+
+@pytest.mark.parametrize(
+    ("told", "came", "says"),
+    [
+        (2, 1, "tensor w1 did not come"),
+        (1, 2, "tensor w1 came after the last of 1"),
+        (0, 1, "tensor w0 came after the last of 0"),
+    ],
+)
+def test_other_tensors_than_were_told_are_refused_and_nothing_is_published(told: int, came: int, says: str) -> None:
+    store = WeightStore("run", "127.0.0.1", 0, TOKEN)
+    shapes = [(f"w{number}", "U8", (1000,)) for number in range(told)]
+    with pytest.raises(WeightError, match=says):
+        store.publish_behind(0, numbered(came), CONFIG, shapes)
+    with pytest.raises(WeightError, match=r"w0 of dtype U8 and shape \[1000\] came where w0 of dtype I8"):
+        store.publish_behind(0, numbered(1), CONFIG, [("w0", "I8", (1000,))])
+    assert store.versions() == []
+    assert store.publish(0, numbered(1), CONFIG).version == 0
+
+
 def test_a_name_given_twice_or_a_version_published_twice_is_refused() -> None:
     store = WeightStore("run", "127.0.0.1", 0, TOKEN)
     with pytest.raises(WeightError, match="tensor w is given twice"):
@@ -145,6 +195,29 @@ async def test_old_versions_go_once_nobody_reads_them() -> None:
         store.publish(4, tensors_of(4), CONFIG)
         for version in (3, 4):
             assert_whole(await pull(address, version, TOKEN, deadline_s=10), version)
+
+
+async def test_a_link_that_is_stopped_in_mid_answer_lets_go_of_where_the_rest_was_to_go() -> None:
+    memory, chunk = Recycled(), 4 << 20  # More than comes at once.
+    store = WeightStore("run", "127.0.0.1", 0, TOKEN, chunk_bytes=chunk)
+    try:
+        address = store.start()
+        store.publish(0, [("w", "U8", (3 * chunk,), bytes(3 * chunk))], CONFIG)
+        transport = TcpTransport(TOKEN)
+        link = await transport.connect(address)
+        staged = memory.buffer(3 * chunk)
+        await link.ask_chunks(Encoding(0), [0, 1, 2])
+        assert await link.chunks_into([0, 1, 2], [staged[k * chunk : (k + 1) * chunk] for k in range(3)]) < 3
+        del staged
+        assert memory.spare(3 * chunk) is None
+        await link.stop()
+        del link
+        async with asyncio.timeout(10):
+            # A thread that reads may still see to it.
+            while memory.spare(3 * chunk) is None:
+                await asyncio.sleep(0.01)
+    finally:
+        store.close()
 
 
 async def test_a_version_that_is_not_held_is_an_error_at_once_that_says_what_is_held() -> None:

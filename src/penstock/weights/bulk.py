@@ -13,6 +13,7 @@ import ctypes
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -58,6 +59,8 @@ class BulkSocket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
         self._moving: Future[int] | None = None
         self._filling: _Filling | None = None
+        self.heard_at = 0.0
+        """When a thread received the last bytes, by `time.monotonic`."""
 
     @property
     def receives(self) -> bool:
@@ -79,12 +82,15 @@ class BulkSocket:
         """
         filling = self._filling
         if filling is None:
-            filling = self._filling = _Filling(self._socket, parts, told, ahead)
+            filling = self._filling = _Filling(self._socket, parts, told, ahead, self._hear)
             self._moving = _threads().submit(filling.run)
             self._moving.add_done_callback(filling.ended)
         if not await filling.has(least):
             self._filling = None
         return filling.taken()
+
+    def _hear(self) -> None:
+        self.heard_at = time.monotonic()
 
     async def send_some(self, parts: Sequence[memoryview]) -> int:
         """Bytes sent, from 0 to all; fewer than all where the peer took no more for a moment. Raises OSError."""
@@ -110,12 +116,20 @@ class BulkSocket:
 class _Filling:
     """Parts that a thread fills one after the other, while the event loop takes note of what has come."""
 
-    def __init__(self, sock: socket.socket, parts: Sequence[memoryview], told: Told, ahead: memoryview) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        parts: Sequence[memoryview],
+        told: Told,
+        ahead: memoryview,
+        hear: Callable[[], None],
+    ) -> None:
         self._socket = sock
         self._parts = list(parts)
         self._count = len(self._parts)
         self._told = told
         self._ahead = ahead
+        self._hear = hear
         self._nbytes = sum(map(len, parts))
         self._came = self._taken = 0
         self._wanted = 0
@@ -150,6 +164,7 @@ class _Filling:
 
     def _filled(self, left: list[memoryview], got: int) -> list[memoryview]:
         """What is left of `left` once `got` bytes came."""
+        self._hear()
         rest = after(left, got)
         first = self._count - len(rest)
         for number in range(self._count - len(left), first):

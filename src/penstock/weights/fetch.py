@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Protocol
@@ -45,6 +47,10 @@ READY_BYTES = 32 << 20
 """On the wire: where more than this has come and waits to be decoded, no more is read."""
 SHARES = 4
 """A small version is asked for in so many parts a connection, so that a fast one can take over from a slow one."""
+SILENT_S = 2.0
+"""A link that sends nothing for so long, while another has nothing left to ask for, is left, and what it was asked for
+is asked of others: longer than TCP takes to send again what was lost three times. The next one in the same fetch is
+given twice as long, so that links on which bytes come by fits and starts come to an end too."""
 
 
 class Connection(Protocol):
@@ -56,6 +62,19 @@ class Connection(Protocol):
     async def link(self) -> WeightLink: ...
 
     async def broke(self, error: WeightError) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A connection that waits for what it has asked for."""
+
+    link: WeightLink
+    since: float
+    limit: asyncio.Timeout
+
+    @property
+    def heard_at(self) -> float:
+        return max(self.since, self.link.heard_at)
 
 
 class Fetch:
@@ -107,6 +126,10 @@ class Fetch:
         self._share = max(manifest.nbytes // SHARES, 1)
         self._sharers = 0
         """Connections that fetch now."""
+        self._waiting: set[_Waiting] = set()
+        self._patience_s = SILENT_S
+        self._without: set[asyncio.Timeout] = set()
+        """Ends what connections do that hold no chunk: there is no use in it once none is left."""
         self._decode_s = 0.0
         self._failed = False
         self._relay: Relay | None = None
@@ -174,7 +197,9 @@ class Fetch:
         dying: WeightLink | None = None
         while self._queue.left:
             try:
-                link = await connection.link()
+                link = await self._link(connection)
+                if link is None:
+                    continue
                 if link is not dying:
                     try:
                         await self._ask_ahead(link, asked)
@@ -188,18 +213,16 @@ class Fetch:
                 if not asked:
                     # While this one connected, the others may have come to the end.
                     if self._queue.left:
-                        self._changed.clear()
-                        await self._changed.wait()
+                        await self._until_changed()
                     continue
-                indices, intos = [index for index, _ in asked], [into for _, into in asked]
                 doubted = connection.on_relay
-                gladly = 0 if doubted else self._gladly(asked)
-                came = await link.chunks_into(indices, intos, partial(self._at_once, doubted), gladly)
+                came = await self._next_chunks(link, asked, doubted)
             except WeightError as error:
                 if not isinstance(error, LinkLost) and not connection.on_relay:
                     raise
                 self._put_back(asked)
-                await connection.broke(error)
+                async with self._while_any_is_left():
+                    await connection.broke(error)
                 continue
             here = [asked.popleft() for _ in range(came)]
             wrong = [index for index, into in here if not await self._came(index, into, doubted)]
@@ -214,6 +237,62 @@ class Fetch:
                 if self._ready_bytes > READY_BYTES and not self._failed:
                     await self._room.wait()
 
+    async def _link(self, connection: Connection) -> WeightLink | None:
+        """None where no chunk is left any more."""
+        async with self._while_any_is_left():
+            return await connection.link()
+        return None
+
+    @asynccontextmanager
+    async def _while_any_is_left(self) -> AsyncIterator[None]:
+        limit = asyncio.timeout(None)
+        self._without.add(limit)
+        try:
+            async with limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        finally:
+            self._without.discard(limit)
+
+    async def _next_chunks(self, link: WeightLink, asked: Sequence[Asked], doubted: bool) -> int:
+        """How many of those that were `asked` for came. Raises LinkLost, also where the link was silent for too long
+        for those who wait."""
+        indices, intos = [index for index, _ in asked], [into for _, into in asked]
+        gladly = 0 if doubted else self._gladly(asked)
+        waiting = _Waiting(link, time.monotonic(), asyncio.timeout(None))
+        if not doubted and not link.direct:
+            # A relay may wait for its own chunks; what a faster way still writes can't be stopped.
+            self._waiting.add(waiting)
+        try:
+            async with waiting.limit:
+                return await link.chunks_into(indices, intos, partial(self._at_once, doubted), gladly)
+        except TimeoutError:
+            if not waiting.limit.expired():
+                raise
+            # What it still sends would be written over what others fetch.
+            await link.stop()
+            raise LinkLost("a connection fell silent, and others fetch what it was asked for") from None
+        finally:
+            self._waiting.discard(waiting)
+
+    async def _until_changed(self) -> None:
+        """Until there may be something to do for a connection that has nothing to do. Where another's link is silent
+        meanwhile, what that was asked for is put back."""
+        self._changed.clear()
+        now = time.monotonic()
+        heard_at = min((waiting.heard_at for waiting in self._waiting), default=now)
+        try:
+            async with asyncio.timeout(heard_at + self._patience_s - now):
+                await self._changed.wait()
+        except TimeoutError:
+            since = time.monotonic() - self._patience_s
+            silent = {waiting for waiting in self._waiting if waiting.heard_at <= since}
+            self._waiting -= silent
+            self._patience_s *= 2 if silent else 1
+            _end(waiting.limit for waiting in silent)
+
     async def _came(self, index: int, data: memoryview, doubted: bool) -> bool:
         """Whether the chunk that came is as it should be."""
         self.bytes_fetched += len(data)
@@ -222,6 +301,9 @@ class Fetch:
             self._queue.bad(index)
             return False
         self._queue.done(index)
+        if not self._queue.left:
+            _end(self._without)
+            self._without.clear()
         self._last = time.perf_counter()
         self._take(index, data)
         if self._kept is not None:
@@ -398,6 +480,11 @@ class Fetch:
             # Left where `finish` finds it.
             self._failed = True
             self._room.set()
+
+
+def _end(limits: Iterable[asyncio.Timeout]) -> None:
+    for limit in limits:
+        limit.reschedule(asyncio.get_running_loop().time())
 
 
 def _heard(checking: asyncio.Future[None]) -> None:

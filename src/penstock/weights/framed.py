@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.weights.bulk import BULK_BYTES, BulkSocket, Told, after, nobody
 from penstock.weights.plan import Bytes
-from penstock.weights.protocol import LENGTH, LinkLost, message_length
+from penstock.weights.protocol import LENGTH, LinkLost, OtherProtocol, is_tls, message_length
 
 __all__ = ["IO_S", "Framed", "FramedSocket", "counted_from"]
 
@@ -28,6 +29,11 @@ ALIVE_IDLE_S, ALIVE_PAUSE_S, ALIVE_PROBES = 10, 5, 2
 
 class Framed(Protocol):
     """What carries messages and raw bytes, plain or over TLS; any trouble is a LinkLost."""
+
+    @property
+    def heard_at(self) -> float:
+        """When the last bytes came, by `time.monotonic`."""
+        ...
 
     async def send(self, *parts: Bytes) -> None: ...
 
@@ -65,7 +71,12 @@ class FramedSocket:
         """Read and not asked for yet."""
         self._peer = peer
         self._io_s = io_s
+        self._heard_at = 0.0
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def heard_at(self) -> float:
+        return max(self._heard_at, self._bulk.heard_at)
 
     async def send(self, *parts: Bytes) -> None:
         """Sends all of `parts`; the deadline is for each piece, so that a slow peer differs from a dead one."""
@@ -133,6 +144,7 @@ class FramedSocket:
         small = len(into) < PIECE_BYTES
         async with asyncio.timeout(self._io_s + wait_s):
             got = await self._loop.sock_recv_into(self._socket, self._buffer if small else into)
+        self._heard_at = time.monotonic()
         if not got:
             raise LinkLost(f"{self._peer} closed the connection")
         if not small:
@@ -141,9 +153,11 @@ class FramedSocket:
         return 0
 
     async def read_message(self, wait_s: float = 0.0) -> memoryview:
-        """The bytes of the next message. Raises BadLength before reading one over the limit."""
+        """The bytes of the next message. Raises BadLength before reading one over the limit, OtherProtocol for TLS."""
         header = bytearray(LENGTH.size)
         await self.read_into(memoryview(header), wait_s)
+        if is_tls(header):
+            raise OtherProtocol(f"{self._peer} speaks TLS, and this side does not")
         body = memoryview(bytearray(message_length(header)))
         await self.read_into(body)
         return body

@@ -23,6 +23,7 @@ from penstock.weights.encoder import Encoder
 from penstock.weights.encodings import Estimate, can_zipnn, estimate
 from penstock.weights.growing import Growing, awaitable, within
 from penstock.weights.manifest import Encoding, Manifest
+from penstock.weights.memory import NoMemory
 from penstock.weights.offers import codecs_of, offers_of
 from penstock.weights.protocol import GetOffers, GivenUp, NoSuchVersion, NotReady, Offers
 from penstock.weights.published import Coded, Version, comparable, made, scheme_of_codec
@@ -383,6 +384,8 @@ class Holdings:
                     # A base that went before its turn came is none.
         except MissingExtra as error:
             raise NoSuchVersion(str(error)) from error
+        except NoMemory as error:
+            raise GivenUp(f"weight version {target} can't be quantized to {scheme}: {error}") from error
 
 
 def _failed(work: Future[Any]) -> bool:

@@ -6,21 +6,47 @@ import gc
 import math
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from penstock.errors import WeightError
 
 if TYPE_CHECKING:
     from penstock.weights.transport import Lender
 
+GROUPS, GROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+BESIDE_BYTES = 64 << 20
+"""That is to be left beside a version, or as much as itself where it is smaller: for chunks on their way to it."""
+
+_ACCOUNTS = (
+    ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+)
+"""Of cgroups v2 and v1: limit, usage, and what of that can be taken back, as `memory.stat` names it."""
+
+
+class NoMemory(WeightError):
+    """There is no memory for a version."""
+
+
+def check_room(nbytes: int) -> None:
+    """Raises NoMemory where so much is not left. The system would hand it out all the same, and kill whoever fills
+    it."""
+    left = memory_left()
+    if nbytes + min(nbytes, BESIDE_BYTES) > left:
+        raise NoMemory(f"a version of {nbytes >> 20} MiB has no room in the {int(left) >> 20} MiB that are left here")
+
 
 def host_buffer(nbytes: int) -> memoryview:
-    """A writable buffer of `nbytes` zero bytes.
+    """A writable buffer of `nbytes` zero bytes. Raises NoMemory where this machine, or its container, lacks them.
 
     Private anonymous pages, huge ones where the system has them: filling fresh memory costs mostly page faults, and
     2 MiB pages have 512 times fewer of them.
     """
     if nbytes == 0:
         return memoryview(bytearray())
+    check_room(nbytes)
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -85,32 +111,38 @@ def usable_cores() -> int:
     """That this process may run on, and for which its container has processor time: more threads share no more of it,
     and only take each other's turns and caches."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.ceil(min(cores, _quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))))
+    return max(1, math.ceil(min(cores, _quota(GROUPS, GROUP_ROOT))))
 
 
 def _quota(groups: Path, root: Path) -> float:
     """Cores' worth of processor time by the least quota on the way to this process's cgroup; infinite without one.
 
-    Of cgroups v2 (`cpu.max`) or v1 (`cpu.cfs_quota_us`). Within a container `groups` may name a path of the host's,
-    which is not to be seen there; its own quota then stands at the root.
+    Of cgroups v2 (`cpu.max`) or v1 (`cpu.cfs_quota_us`).
     """
-    found = math.inf
+    return min(map(_quota_of, _own_groups("cpu", groups, root)), default=math.inf)
+
+
+def _own_groups(controller: str, groups: Path, root: Path) -> Iterator[Path]:
+    """The folders of this process's cgroups, v2 or v1, from its own up to the root.
+
+    Within a container `groups` may name a path of the host's, which is not to be seen there; its own limits then stand
+    at the root.
+    """
     try:
         lines = groups.read_text().splitlines()
     except OSError:
-        return found
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        top = root / "cpu" if controllers else root
+        top = root / controller if controllers else root
         group = top / path.lstrip("/")
         while group.is_relative_to(top):
-            found = min(found, _quota_of(group))
+            yield group
             if group == top:
                 break
             group = group.parent
-    return found
 
 
 def _quota_of(group: Path) -> float:
@@ -120,6 +152,40 @@ def _quota_of(group: Path) -> float:
             quota_us, period_us = " ".join((group / name).read_text() for name in names).split()
             if int(quota_us) > 0:
                 return int(quota_us) / int(period_us)
+        except (OSError, ValueError):
+            continue
+    return math.inf
+
+
+def memory_left() -> float:
+    """Bytes that this process can still fill: what the machine has, or the limits of its container leave, whichever is
+    less. Infinite where the system says nothing of it."""
+    return min(_available(Path("/proc/meminfo")), _allowed(GROUPS, GROUP_ROOT))
+
+
+def _available(meminfo: Path) -> float:
+    try:
+        for line in meminfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) * 1024
+    except OSError:
+        pass
+    return math.inf
+
+
+def _allowed(groups: Path, root: Path) -> float:
+    """Bytes that the cgroups on the way to this process's own leave it."""
+    return min(map(_left_of, _own_groups("memory", groups, root)), default=math.inf)
+
+
+def _left_of(group: Path) -> float:
+    """Its limit less what it holds and the system can't take back; infinite where it has no limit. Of v2 or v1."""
+    for limit, usage, reclaimable in _ACCOUNTS:
+        try:
+            most, used = (int((group / name).read_text()) for name in (limit, usage))
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            return max(0, most - used + sum(int(stat.get(name, 0)) for name in reclaimable))
         except (OSError, ValueError):
             continue
     return math.inf

@@ -159,9 +159,10 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """The puller's place among engines that hold a part of each tensor."""
+    """The tensor-parallel ranks that a puller fetches for."""
 
     tensor_parallel_rank: int = 0
+    """The first of them; 0 for an agent, which fetches for all ranks of its engine."""
     tensor_parallel_size: int = 1
 
 
@@ -270,6 +271,11 @@ def message_length(header: bytes | bytearray | memoryview, limit_bytes: int = MA
     if length > limit_bytes:
         raise BadLength(f"a weight message announces {length} bytes; the limit is {limit_bytes}")
     return int(length)
+
+
+def is_tls(header: bytes | bytearray | memoryview) -> bool:
+    """Whether what should be a message's length is the beginning of a TLS record (RFC 8446, 5.1)."""
+    return 0x14 <= header[0] <= 0x17 and header[1] == 3
 
 
 def decode_to_store(data: bytes | memoryview) -> ToStore:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from penstock.errors import MissingExtra, WeightError
+from penstock.weights.addresses import parse_addresses
 from penstock.weights.choose import CODEC_CHOICES, QUANTIZED, Rates
 from penstock.weights.fetch import Fetch
 from penstock.weights.manifest import (
@@ -32,7 +33,7 @@ from penstock.weights.manifest import (
     is_made,
 )
 from penstock.weights.mapped import verify_in_place
-from penstock.weights.memory import host_buffer
+from penstock.weights.memory import NoMemory, host_buffer
 from penstock.weights.partial import Partial, holds_something
 from penstock.weights.plan import check_made, check_manifest, split_tensors
 from penstock.weights.protocol import (
@@ -71,10 +72,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class NoMemory(WeightError):
-    """There is no memory for a version."""
-
-
 class NotInTime(WeightError):
     """A version did not come whole before the pull's deadline; says how much came, and the last trouble."""
 
@@ -103,11 +100,12 @@ async def pull(
 ) -> StagedWeights:
     """Fetches `version` from the store at `source` ("host:port") into host memory, verified to the last tensor.
 
-    Broken connections are opened again, and what is whole stays, until `deadline_s`. `base` is a verified version in
-    memory that a difference may be applied to; it is read and never changed. `rates` are what earlier pulls measured,
-    and learn from this one. What comes is passed on by `relay`, and kept in the folder `partial` until it is whole.
-    `memory` gives the buffer that the version is staged in, where the base may lie already; `layout` is told to the
-    store. Links are kept by `transport` for the next pull; one that is made here is closed at the end.
+    It goes over so many `connections`, or one to each of the source's addresses where those are more. Broken ones are
+    opened again, and what is whole stays, until `deadline_s`. `base` is a verified version in memory that a difference
+    may be applied to; it is read and never changed. `rates` are what earlier pulls measured, and learn from this one.
+    What comes is passed on by `relay`, and kept in the folder `partial` until it is whole. `memory` gives the buffer
+    that the version is staged in, where the base may lie already; `layout` is told to the store. Links are kept by
+    `transport` for the next pull; one that is made here is closed at the end.
     Raises WeightError, which names the cause: TokenRefused, OtherProtocol, NoSuchVersion, NoSuchCodec and NoMemory at
     once, NotInTime for anything that might have passed; ValueError for less than one connection.
     """
@@ -371,7 +369,8 @@ class _Pull:
                 # With another instance to fetch from, the trainer's link is left to others.
                 elsewhere = other or manifest.is_draft
                 group.create_task(self._through(fetch, other) if elsewhere else fetch.run(first, pushed))
-                for _ in range(min(self.connections, len(manifest.chunks)) - 1):
+                connections = max(self.connections, len(parse_addresses(other or self._source)))
+                for _ in range(min(connections, len(manifest.chunks)) - 1):
                     group.create_task(self._through(fetch, other))
             while not await fetch.finish():
                 await fetch.run(first)
@@ -419,7 +418,7 @@ class _Pull:
     def _memory(self, manifest: Manifest, base: memoryview | None) -> tuple[memoryview, int]:
         try:
             return self.memory(manifest.raw_nbytes, base)
-        except (OSError, MemoryError) as error:
+        except (OSError, MemoryError, NoMemory) as error:
             raise NoMemory(
                 f"no {manifest.raw_nbytes} bytes of memory to stage weight version {manifest.version}: {error}"
             ) from error

@@ -44,6 +44,7 @@ from penstock.weights.protocol import (
     NoSuchVersion,
     NotReady,
     Offers,
+    OtherProtocol,
     Plan,
     Proof,
     Refused,
@@ -53,7 +54,7 @@ from penstock.weights.protocol import (
     prove,
     proven,
 )
-from penstock.weights.tls_socket import TlsSocket
+from penstock.weights.tls_socket import TlsSocket, speaks_plainly
 
 AGENT = "agent"
 ROLES = frozenset((AGENT, "trainer", "operator"))
@@ -215,6 +216,7 @@ class _Reader:
         try:
             await self._open()
         except LinkLost:
+            self._socket.close()
             self._shelf.count("handshakes_failed")
             return
         except BaseException:
@@ -242,14 +244,15 @@ class _Reader:
             self._let_go()
 
     async def _open(self) -> None:
-        if self._door.tls is None:
+        tls = self._door.tls
+        if tls is None or await speaks_plainly(self._socket, self._peer, tls):
             self._framed = FramedSocket(self._socket, self._peer)
             return
-        secured = self._framed = await TlsSocket.accept(self._socket, self._peer, self._door.tls, IO_S)
+        secured = self._framed = await TlsSocket.accept(self._socket, self._peer, tls, IO_S)
         self._role = certificate_role(secured.certificate or {}, ROLES)
 
     async def _welcome(self) -> bool:
-        hello = decode_to_store(await self._framed.read_message())
+        hello = decode_to_store(await self._first_message())
         if not isinstance(hello, Hello) or hello.magic != MAGIC or len(hello.nonce) != NONCE_BYTES:
             return await self._refuse("request", "that is not how a puller says hello")
         if hello.protocol != PROTOCOL:
@@ -269,6 +272,19 @@ class _Reader:
         mac = prove(token, "store", hello.nonce, nonce, self._door.binding)
         await self._send(Accepted(mac=mac, ways=self._shelf.ways(hello.ways)))
         return True
+
+    async def _first_message(self) -> memoryview:
+        """Raises OtherProtocol where one end speaks TLS and the other does not; the puller is told in the clear, which
+        where it speaks TLS is no TLS, and as such tells it enough."""
+        try:
+            message = await self._framed.read_message()
+            if self._door.tls is not None and isinstance(self._framed, FramedSocket):
+                raise OtherProtocol(f"{self._peer} speaks no TLS, and this weight store does")
+        except OtherProtocol:
+            said = "it speaks no TLS" if self._door.tls is None else "it speaks TLS (penstock join --tls-ca)"
+            await self._refuse("protocol", f"{said}, unlike the puller")
+            raise
+        return message
 
     def _proven_token(self, mac: bytes, nonce: bytes, own_nonce: bytes) -> str | None:
         """The token that the puller has proven; for one known by its certificate the empty one will do."""

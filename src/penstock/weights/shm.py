@@ -25,6 +25,7 @@ import struct
 import weakref
 from pathlib import Path
 
+from penstock.weights.memory import NoMemory, check_room
 from penstock.weights.protocol import LinkLost, Way
 from penstock.weights.transport import WayClosed
 
@@ -77,6 +78,7 @@ class SharedLender:
         if not nbytes:
             return None
         try:
+            check_room(nbytes)
             path, file = self._new()
             try:
                 # Reserved, since a page that can't be had when it is written to would kill the process.
@@ -86,8 +88,9 @@ class SharedLender:
             except BaseException:
                 _remove(path, file)
                 raise
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EMFILE, errno.ENFILE):
+        except (OSError, NoMemory) as error:
+            full = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+            if isinstance(error, OSError) and error.errno not in full:
                 raise
             if not self._full:
                 self._full = True

@@ -25,14 +25,16 @@ from penstock.weights.leases import CodedLease, RawLease
 from penstock.weights.manifest import Encoding, Manifest, TensorEntry
 from penstock.weights.memory import usable_cores
 from penstock.weights.offers import RelayChain
-from penstock.weights.plan import CODECS, MAX_CHUNK_BYTES, check_manifest, tensor_offsets
+from penstock.weights.plan import CODECS, MAX_CHUNK_BYTES, check_manifest
 from penstock.weights.protocol import GetOffers, NoSuchVersion, Offers, Way
 from penstock.weights.published import (
     Publication,
+    Shaped,
     TensorSource,
     Version,
-    copy_into,
     described,
+    entries_of,
+    filled,
     version_of,
 )
 from penstock.weights.server import Door, Lease, serve
@@ -134,10 +136,18 @@ class WeightStore:
         """
         return self.publish_behind(version, tensors, config_json).manifest()
 
-    def publish_behind(self, version: int, tensors: Iterable[TensorSource], config_json: str) -> Publication:
+    def publish_behind(
+        self,
+        version: int,
+        tensors: Iterable[TensorSource],
+        config_json: str,
+        shapes: Iterable[Shaped] | None = None,
+    ) -> Publication:
         """Copies `tensors` into host memory and returns; checksums are taken on a thread, and the manifest comes last.
 
-        Who asks for the version meanwhile waits. The buffers may change as soon as this returns. Raises as `publish`.
+        Who asks for the version meanwhile waits. The buffers may change as soon as this returns. `shapes` of all of
+        them, where they are known before: then each is copied as it comes, and no two need to be there at once. Raises
+        as `publish`, also where other tensors come than `shapes` says.
         """
         if self._thread is not None and not self._thread.is_alive():
             raise WeightError("the weight store's thread has died; its last words are in the log")
@@ -147,18 +157,21 @@ class WeightStore:
             raise WeightError("the weight store is closed")
         done = self._held.promise(version)
         try:
-            entries, sources = described(tensors)
-            offsets = tensor_offsets(entries)
-            stream = self._spares.buffer(offsets[-1])
-            for start, source in zip(offsets, sources):
-                copy_into(stream[start : start + len(source)], source)
+            entries, sources = described(tensors) if shapes is None else (entries_of(shapes), tensors)
+            nbytes = sum(entry.nbytes for entry in entries)
+            stream = self._spares.buffer(nbytes)
+            try:
+                filled(stream, entries, sources)
+            except BaseException:
+                self._spares.put(stream)
+                raise
             for lender in self._lenders.values():
                 lender.lend(stream)
             self._publishing.submit(self._complete, version, entries, stream, config_json, done)
         except BaseException:
             self._held.take_back(version)
             raise
-        return Publication(offsets[-1], done)
+        return Publication(nbytes, done)
 
     def _complete(
         self, version: int, entries: list[TensorEntry], stream: memoryview, config_json: str, done: Future[Manifest]

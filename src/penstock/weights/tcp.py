@@ -8,14 +8,17 @@ import os
 import socket
 import ssl
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 
 from penstock.errors import WeightError
-from penstock.weights.addresses import format_address, parse_addresses
+from penstock.weights.addresses import format_address, parse_address, parse_addresses
 from penstock.weights.bulk import Told, after, nobody
+from penstock.weights.dial import first_to_answer, open_socket
 from penstock.weights.framed import IO_S, Framed, FramedSocket, counted_from
 from penstock.weights.manifest import Encoding, Made
 from penstock.weights.plan import digest
@@ -59,6 +62,8 @@ KEEP_S = 300.0
 KEEP_LINKS = 16
 """To one source."""
 KEEP_SOURCES = 8
+DOUBT_S = 60.0
+"""An address that did not answer is tried after the source's others for so long."""
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +71,11 @@ log = logging.getLogger(__name__)
 class TcpTransport:
     """Connects to a weight store and proves the token; believes the store only once it has proven it too.
 
-    A source may be several addresses with commas between them, as a host with several network cards has: each new
-    connection goes to the next one that answers. Links that are kept are used again, until `close`. `fetchers` are the
-    faster ways that this end has, the first choice first. With `tls`, sources are spoken to over TLS; instances that
-    pass weights on then are as well, and are known by the token, to which their certificate is bound.
+    A source may be several addresses with commas between them, as a host with several network cards has: connections
+    are spread over those that answer, and one that does not is come back to last for a while. Links that are kept are
+    used again, until `close`. `fetchers` are the faster ways that this end has, the first choice first. With `tls`,
+    sources are spoken to over TLS; instances that pass weights on then are as well, and are known by the token, to
+    which their certificate is bound.
     """
 
     def __init__(
@@ -85,30 +91,84 @@ class TcpTransport:
         self._fetchers = list(fetchers)
         self._closed_ways: dict[str, str] = {}
         """Causes, by where it leads, why a way is not gone any more: another store's may be open."""
-        self._kept: dict[str, list[tuple[float, WeightLink]]] = {}
+        self._kept: dict[str, list[tuple[float, TcpLink]]] = {}
+        self._out: weakref.WeakSet[TcpLink] = weakref.WeakSet()
+        """Links that were given out, for as long as somebody has them."""
+        self._going: Counter[str] = Counter()
+        """Links that are being opened, by address."""
+        self._doubted: dict[str, float] = {}
+        """Until when an address is come back to last, which did not answer."""
         self._turn = 0
 
     async def connect(self, source: str, connect_s: float = CONNECT_S, relay: bool = False) -> WeightLink:
         """Raises LinkLost, TokenRefused, OtherProtocol or another WeightError."""
-        while links := self._kept.get(source):
-            since, link = links.pop()
-            if time.monotonic() - since < KEEP_S:
-                return link
-            link.close()
-        addresses = parse_addresses(source)
         self._turn += 1
-        trouble: LinkLost | None = None
-        for place in range(len(addresses)):
-            host, port = addresses[(self._turn + place) % len(addresses)]
-            try:
-                return await self._dial(host, port, connect_s, relay)
-            except LinkLost as error:
-                trouble = error
-        raise trouble or LinkLost(f"{source!r} names no address")
+        left = self._by_choice(source)
+        first = left[0]
+        self._going[first] += 1
+        try:
+            while True:
+                got, address = await self._reached(source, left, connect_s)
+                try:
+                    link = got if isinstance(got, TcpLink) else await self._shaken(got, address, relay)
+                except LinkLost:
+                    self._doubt(address)
+                    left.remove(address)
+                    if not left:
+                        raise
+                    continue
+                self._out.add(link)
+                return link
+        finally:
+            self._going[first] -= 1
+
+    def _by_choice(self, source: str) -> list[str]:
+        """The source's addresses: first those that answered lately, of them the one that fewest links go to, and of
+        those one with a link that is kept."""
+        now = time.monotonic()
+        for since, link in list(self._kept.get(source, ())):
+            if now - since >= KEEP_S:
+                self._kept[source].remove((since, link))
+                link.close()
+        kept = {link.address for _, link in self._kept.get(source, ())}
+        going = self._going + Counter(link.address for link in self._out if not link.closed)
+        addresses = [format_address(host, port) for host, port in parse_addresses(source)]
+        turns = {address: (place - self._turn) % len(addresses) for place, address in enumerate(addresses)}
+        return sorted(
+            turns,
+            key=lambda one: (self._doubted.get(one, now) > now, going[one], one not in kept, turns[one]),
+        )
+
+    async def _reached(
+        self, source: str, addresses: Sequence[str], connect_s: float
+    ) -> tuple[TcpLink | socket.socket, str]:
+        """The first link that is kept, or socket that is connected, and where it leads. Raises LinkLost."""
+        tries = [partial(self._kept_or_opened, source, address, connect_s) for address in addresses]
+        got, number = await first_to_answer(tries)
+        for address in addresses[:number]:
+            self._doubt(address)
+        return got, addresses[number]
+
+    async def _kept_or_opened(self, source: str, address: str, connect_s: float) -> TcpLink | socket.socket:
+        for since, link in reversed(self._kept.get(source, ())):
+            if link.address == address:
+                self._kept[source].remove((since, link))
+                return link
+        try:
+            async with asyncio.timeout(connect_s):
+                return await open_socket(*parse_address(address))
+        except TimeoutError:
+            raise LinkLost(f"no connection to the weight store at {address} within {connect_s:g} s") from None
+        except OSError as error:
+            raise LinkLost(f"no connection to the weight store at {address}: {error}") from error
+
+    def _doubt(self, address: str) -> None:
+        self._doubted[address] = time.monotonic() + DOUBT_S
 
     def keep(self, source: str, link: WeightLink) -> None:
         links = self._kept.setdefault(source, [])
         if isinstance(link, TcpLink) and len(links) < KEEP_LINKS:
+            self._out.discard(link)
             link.kept = True
             links.append((time.monotonic(), link))
         else:
@@ -125,48 +185,44 @@ class TcpTransport:
             for _, link in links:
                 link.close()
 
-    async def _dial(self, host: str, port: int, connect_s: float, relay: bool) -> TcpLink:
-        source = format_address(host, port)
-        try:
-            async with asyncio.timeout(connect_s):
-                sock = await _open(host, port)
-        except TimeoutError:
-            raise LinkLost(f"no connection to the weight store at {source} within {connect_s:g} s") from None
-        except OSError as error:
-            raise LinkLost(f"no connection to the weight store at {source}: {error}") from error
+    async def _shaken(self, sock: socket.socket, source: str, relay: bool) -> TcpLink:
+        """A link by a connected socket to `source`, an address. Raises as `connect`."""
         peer = f"the weight store at {source}"
         framed: Framed = FramedSocket(sock, peer, self._io_s)
         binding = b""
         if self._tls is not None:
             context = relay_client_context() if relay else self._tls
-            secured = await TlsSocket.dial(sock, host, peer, context, self._io_s)
+            secured = await TlsSocket.dial(sock, parse_address(source)[0], peer, context, self._io_s)
             framed = secured
             binding = secured.binding() if relay else b""
-        link = TcpLink(framed, source, "tcp" if self._tls is None else "tls")
+        carrier = "tcp" if self._tls is None else "tls"
+        link = TcpLink(framed, source, carrier, partial(self._doubt, source))
+        said = self._says(link)
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                await link.shake_hands(self._token, self._says(link), binding)
+                await link.shake_hands(self._token, tuple(said.values()), binding)
         except TimeoutError:
             link.close()
             raise LinkLost(f"the weight store at {source} shook no hands within {HANDSHAKE_S:g} s") from None
         except BaseException:
             link.close()
             raise
-        self._choose_way(link)
+        self._doubted.pop(source, None)
+        self._choose_way(link, [fetcher for fetcher in self._fetchers if fetcher.kind in said])
         return link
 
-    def _says(self, link: TcpLink) -> tuple[str, ...]:
-        """What this end could do beside the connection."""
-        said = []
+    def _says(self, link: TcpLink) -> dict[str, str]:
+        """What this end could do beside the connection, by the kind of way."""
+        said = {}
         for fetcher in self._fetchers:
             try:
-                said.append(fetcher.says())
+                said[fetcher.kind] = fetcher.says()
             except WayClosed as error:
                 link.not_by(fetcher.kind, str(error))
-        return tuple(said)
+        return said
 
-    def _choose_way(self, link: TcpLink) -> None:
-        for fetcher in self._fetchers:
+    def _choose_way(self, link: TcpLink, fetchers: Sequence[Fetcher]) -> None:
+        for fetcher in fetchers:
             way = next((way for way in link.ways if way.kind == fetcher.kind), None)
             if way is None:
                 link.not_by(fetcher.kind, "the source has no such way to here")
@@ -189,10 +245,13 @@ class TcpTransport:
 class TcpLink:
     """The puller's end of one connection. Requests are answered in turn, so it serves one caller at a time."""
 
-    def __init__(self, framed: Framed, source: str, carrier: str = "tcp") -> None:
+    def __init__(
+        self, framed: Framed, source: str, carrier: str = "tcp", on_fault: Callable[[], None] = lambda: None
+    ) -> None:
         self._framed = framed
         self._source = source
         self._carrier = carrier
+        self._on_fault = on_fault
         self._by = ""
         self._reader: Reader | None = None
         self._mapper: Mapper | None = None
@@ -208,7 +267,17 @@ class TcpLink:
         """Of chunks in the last reply."""
         self.ways: tuple[Way, ...] = ()
         self.kept = False
+        self.closed = False
         self.round_trip_s = 0.0
+
+    @property
+    def address(self) -> str:
+        """Of the other end."""
+        return self._source
+
+    @property
+    def heard_at(self) -> float:
+        return self._framed.heard_at
 
     @property
     def direct(self) -> bool:
@@ -337,10 +406,14 @@ class TcpLink:
             raise LinkLost(str(error)) from error
 
     async def stop(self) -> None:
+        self._on_fault()
         await self._framed.stop()
         self.close()
 
     def close(self) -> None:
+        self.closed = True
+        # What was to be staged is free for the next pull, however long somebody has this link.
+        self._coming, self._told = [], nobody
         self._framed.close()
         if self._reader is not None:
             self._reader.close()
@@ -374,23 +447,3 @@ def _by_number(heard: Heard | None, chunks: Sequence[tuple[int, memoryview]]) ->
         heard(index, into, left)
 
     return told
-
-
-async def _open(host: str, port: int) -> socket.socket:
-    """A connected socket; tries every address that `host` has."""
-    loop = asyncio.get_running_loop()
-    error: OSError = OSError(f"{host} has no address")
-    for family, kind, number, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        sock = socket.socket(family, kind, number)
-        sock.setblocking(False)
-        try:
-            await loop.sock_connect(sock, address)
-        except OSError as failure:
-            sock.close()
-            error = failure
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return sock
-    raise error

@@ -8,16 +8,17 @@ import hashlib
 import socket
 import ssl
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.errors import MissingExtra
-from penstock.tls import refusal_words, tell_late
+from penstock.tls import NO_TLS, refusal_words, tell_late
 from penstock.weights.bulk import Told, after, nobody
 from penstock.weights.plan import Bytes
-from penstock.weights.protocol import LENGTH, LinkLost, TokenRefused, message_length
+from penstock.weights.protocol import LENGTH, LinkLost, OtherProtocol, TokenRefused, message_length
 
-__all__ = ["TlsSocket", "relay_client_context", "relay_server_context"]
+__all__ = ["TlsSocket", "relay_client_context", "relay_server_context", "speaks_plainly"]
 
 HANDSHAKE_S = 10.0
 PIECE_BYTES = 1 << 20
@@ -31,6 +32,8 @@ class TlsSocket:
         self._writer = writer
         self._peer = peer
         self._io_s = io_s
+        self.heard_at = 0.0
+        """When the last bytes came, by `time.monotonic`."""
 
     @classmethod
     async def dial(cls, sock: socket.socket, host: str, peer: str, tls: ssl.SSLContext, io_s: float) -> TlsSocket:
@@ -41,6 +44,8 @@ class TlsSocket:
             )
         except OSError as error:
             sock.close()
+            if isinstance(error, ConnectionResetError):
+                error = ConnectionResetError("it ended the connection in the handshake, as one does that speaks no TLS")
             raise _trouble(f"no TLS connection to {peer}", error) from error
         return cls(reader, writer, peer, io_s)
 
@@ -111,6 +116,7 @@ class TlsSocket:
             raise LinkLost(f"{self._peer} sent no byte for {self._io_s:g} s") from None
         except OSError as error:
             raise _trouble(f"the connection to {self._peer} broke", error) from error
+        self.heard_at = time.monotonic()
         if not data:
             raise LinkLost(f"{self._peer} closed the connection")
         return data
@@ -129,6 +135,25 @@ class TlsSocket:
 
     def close(self) -> None:
         self._writer.close()
+
+
+async def speaks_plainly(sock: socket.socket, peer: str, tls: ssl.SSLContext) -> bool:
+    """Whether what an accepted socket sends first, which is left to be read, begins a message in the clear: its length
+    does with a zero, and no TLS does. Raises LinkLost, where nothing comes."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(sock, readable.set)
+    try:
+        async with asyncio.timeout(HANDSHAKE_S):
+            await readable.wait()
+        return sock.recv(1, socket.MSG_PEEK) == b"\0"
+    except TimeoutError:
+        tell_late(tls, ConnectionAbortedError(), HANDSHAKE_S)
+        raise LinkLost(f"{peer} said nothing for {HANDSHAKE_S:g} s") from None
+    except OSError as error:
+        raise LinkLost(f"the connection from {peer} broke: {error}") from error
+    finally:
+        loop.remove_reader(sock)
 
 
 def relay_client_context() -> ssl.SSLContext:
@@ -178,7 +203,9 @@ def relay_server_context() -> tuple[ssl.SSLContext, bytes]:
     return context, hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).digest()
 
 
-def _trouble(what: str, error: OSError) -> LinkLost | TokenRefused:
-    """A refused certificate stays refused; anything else may pass."""
+def _trouble(what: str, error: OSError) -> LinkLost | TokenRefused | OtherProtocol:
+    """A refused certificate stays refused, and who speaks no TLS learns none; anything else may pass."""
     words = refusal_words(error)
-    return TokenRefused(f"{what}: {words}") if words else LinkLost(f"{what}: {error or type(error).__name__}")
+    if words == NO_TLS:
+        return OtherProtocol(f"{what}: {words}, and this side does")
+    return TokenRefused(f"{what}: {words}") if words else LinkLost(f"{what}: {str(error) or type(error).__name__}")

@@ -83,6 +83,11 @@ class WeightLink(Protocol):
     @property
     def round_trip_s(self) -> float: ...
 
+    @property
+    def heard_at(self) -> float:
+        """When the last bytes came on the connection, by `time.monotonic`."""
+        ...
+
     async def plan(self, ask: GetPlan) -> Planned:
         """The way to the version that is asked for; waits for one that is being published."""
         ...
@@ -113,7 +118,7 @@ class WeightLink(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Closes the link, and returns once nothing more is written anywhere."""
+        """Closes the link, which is at fault, and returns once nothing more is written anywhere."""
         ...
 
     def close(self) -> None: ...

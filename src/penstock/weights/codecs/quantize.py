@@ -2,7 +2,8 @@
 
 Decides how a row is rounded and what becomes of values that eight bits have no room for. Knows nothing of versions,
 chunks or wires. Symmetric, the scale the row's largest magnitude over the largest code, rounded up, so that no finite
-value is ever clipped.
+value is ever clipped; rounded down at the top of float32, where the largest code would stand for an infinity. The
+bounds hold there too: the row's largest magnitude is off by less than scale * 2**-14.
 
 With x a weight, x' = code * scale in exact arithmetic:
 
@@ -14,8 +15,9 @@ A row of zeros has the scale 1 and codes 0. A row with a NaN or an infinity has 
 decodes to NaN, since eight bits can't say which part was sound, and a broken model must not come out as a whole one.
 -0.0 stays -0.0 in fp8 and becomes 0.0 in int8, which has no such number.
 
-Where code * scale is then held in the model's own dtype (`as_dtype`), it is off by |x'| * 2**-24 more, since it is
-multiplied in float32, and by its rounding: |x'| * 2**-8 in bfloat16, |x'| * 2**-11 or 2**-25 in float16.
+Multiplied in float32 (`dequantize_rows`), code * scale is off by |x'| * 2**-24 or 2**-150 more, whichever is larger.
+Where it is then held in the model's own dtype (`as_dtype`), it is off by its rounding too: |x'| * 2**-8 or 2**-134 in
+bfloat16, |x'| * 2**-11 or 2**-25 in float16.
 """
 
 from __future__ import annotations
@@ -121,6 +123,9 @@ def _scales(values: Floats, largest: float) -> Floats:
     scales: Floats = (peaks.astype(np.float64) / largest).astype(np.float32)
     short = scales.astype(np.float64) * largest < peaks
     scales[short] = np.nextafter(scales[short], np.float32(np.inf))
+    with np.errstate(over="ignore"):
+        over = np.isinf(scales * np.float32(largest))
+    scales[over] = np.nextafter(scales[over], np.float32(0))
     scales[peaks == 0] = 1
     scales[~finite] = np.nan
     return scales
