@@ -135,6 +135,15 @@ def test_an_instance_that_loads_each_steps_weights_joins_once() -> None:
     assert summary_of([*changes, *changes, *changes]).instances_joined == 1
 
 
+def test_one_that_still_loads_when_the_run_ends_has_joined() -> None:
+    """So the summary agrees with the machines that said hello."""
+    whole = [
+        instance_changed(1, 0, *change) for change in [("", "joining"), ("joining", "loading"), ("loading", "ready")]
+    ]
+    late = [instance_changed(1, 1, *change) for change in [("", "joining"), ("joining", "loading")]]
+    assert summary_of([*whole, *late]).instances_joined == 2
+
+
 def test_the_last_words_name_the_checkpoint_and_the_curves_that_are_there(tmp_path: Path) -> None:
     saved = [
         events.CheckpointSaved(ts=1, step=step, path=f"runs/a/checkpoints/step-{step}", nbytes=1, wall_s=1)

@@ -60,10 +60,15 @@ def draw_curves(path: Path, log: Sequence[Event], metrics: Metrics, title: str =
         _calm(axes)
     if title:
         top.set_title(title, loc="left", fontsize=12)
+    part = path.with_name(f".{path.name}.part")
     try:
-        figure.savefig(path, dpi=120)
+        # A resumed run's older picture is there until this one is whole.
+        figure.savefig(part, dpi=120, format="png")
+        part.replace(path)
     except OSError as error:
         raise StorageError(f"{path} can't be written: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def column(metrics: Metrics, name: str) -> Points:

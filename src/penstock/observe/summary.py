@@ -60,6 +60,7 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
     """Part of the steps' time in which the trainer waited for rollouts."""
     weight_versions: int
     instances_joined: int
+    """That said hello, be it that they still loaded weights when the run ended."""
     instances_lost: int
     """Gone without a goodbye."""
     waited_for_instances_s: float

@@ -61,7 +61,7 @@ class SummaryTally:
         self.machines_spent: float | None = None
         self.weight_versions = self.instances_joined = self.instances_lost = 0
         self._latest_version = -1
-        self._ready: set[str] = set()
+        self._there: set[str] = set()
         self._submitted: dict[str, int] = {}
         self._wall_s = 0.0
         self._earlier_s = 0.0
@@ -148,12 +148,12 @@ class SummaryTally:
         self._earlier_s = self.wall_s
         self.run, self.outcome, self._wall_s, self._started_ts, self._last_ts = run, "", 0.0, ts, ts
         self._submitted.clear()
-        self._ready.clear()
+        self._there.clear()
 
     def _take_instance(self, event: events.InstanceChanged) -> None:
-        if event.after == "ready" and event.instance not in self._ready:
-            self._ready.add(event.instance)
-            self.instances_joined += 1
-        elif event.after == "gone":
-            self._ready.discard(event.instance)
+        if event.after == "gone":
+            self._there.discard(event.instance)
             self.instances_lost += is_loss(event)
+        elif event.instance not in self._there:
+            self._there.add(event.instance)
+            self.instances_joined += 1
