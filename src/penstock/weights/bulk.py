@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -139,28 +140,34 @@ class _Filling:
 
     def run(self) -> int:
         """On the thread: until all is filled, or nothing more came for a moment."""
-        left = self._parts
         try:
-            while left and self._ahead:
-                size = min(len(left[0]), len(self._ahead))
-                _copy(left[0], self._ahead[:size])
-                left, self._ahead = self._filled(left, size), self._ahead[size:]
-            with _blocking(self._socket), _woken_by_pieces(self._socket) as wait_for:
-                while left:
-                    piece = left[0][:PIECE_BYTES]
-                    wait_for(len(piece))
-                    # Waits that are so long together end the call; with nothing come, by a BlockingIOError.
-                    got = self._socket.recv_into(piece, 0, socket.MSG_WAITALL)
-                    if not got:
-                        break  # The end is there to be read again.
-                    if got == len(left[0]) and len(left) > 1:
-                        with contextlib.suppress(BlockingIOError):
-                            got += self._socket.recvmsg_into(left[1:PARTS], 0, socket.MSG_DONTWAIT)[0]
-                    left = self._filled(left, got)
-        finally:
+            self._fill()
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)
+            raise
+        finally:  # Memory is given out again once nobody refers to it, nor an error that somebody keeps.
             self._parts.clear()
-            self._told = nobody  # Memory is given out again once nobody refers to it.
+            self._told = nobody
         return self._came
+
+    def _fill(self) -> None:
+        left = self._parts
+        while left and self._ahead:
+            size = min(len(left[0]), len(self._ahead))
+            _copy(left[0], self._ahead[:size])
+            left, self._ahead = self._filled(left, size), self._ahead[size:]
+        with _blocking(self._socket), _woken_by_pieces(self._socket) as wait_for:
+            while left:
+                piece = left[0][:PIECE_BYTES]
+                wait_for(len(piece))
+                # Waits that are so long together end the call; with nothing come, by a BlockingIOError.
+                got = self._socket.recv_into(piece, 0, socket.MSG_WAITALL)
+                if not got:
+                    break  # The end is there to be read again.
+                if got == len(left[0]) and len(left) > 1:
+                    with contextlib.suppress(BlockingIOError):
+                        got += self._socket.recvmsg_into(left[1:PARTS], 0, socket.MSG_DONTWAIT)[0]
+                left = self._filled(left, got)
 
     def _filled(self, left: list[memoryview], got: int) -> list[memoryview]:
         """What is left of `left` once `got` bytes came."""
