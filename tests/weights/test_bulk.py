@@ -5,8 +5,10 @@ from __future__ import annotations
 import array
 import asyncio
 import fcntl
+import gc
 import random
 import socket
+import struct
 import termios
 import threading
 from collections.abc import Callable, Sequence
@@ -123,6 +125,35 @@ async def test_parts_are_let_go_once_they_are_filled() -> None:
     into.append(0)
     held.close()
     other.close()
+
+
+@pytest.mark.parametrize("nbytes", [BULK_BYTES // 4, 32 * BULK_BYTES])
+@pytest.mark.parametrize("sends", [True, False])
+async def test_memory_is_let_go_of_when_the_other_end_breaks(sends: bool, nbytes: int) -> None:
+    """At once, and not when the collector comes by: what is left may be too little for the next version."""
+    memory = bytearray(nbytes)
+    one, other = pair()
+    framed = FramedSocket(one, "peer")
+
+    async def move() -> None:
+        lost = False
+        while not lost:
+            try:
+                await (framed.send(memory) if sends else framed.read_into(memoryview(memory)))
+            except LinkLost:
+                lost = True
+        framed.close()
+
+    gc.disable()
+    try:
+        moving = asyncio.create_task(move())
+        await asyncio.sleep(0.05)
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # By a reset.
+        other.close()
+        await moving
+        memory.append(0)
+    finally:
+        gc.enable()
 
 
 async def test_what_was_read_ahead_comes_first_and_is_placed_by_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:

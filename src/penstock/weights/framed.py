@@ -95,7 +95,7 @@ class FramedSocket:
         except TimeoutError:
             raise LinkLost(f"{self._peer} took no byte for {self._io_s:g} s") from None
         except OSError as error:
-            raise LinkLost(f"the connection to {self._peer} broke: {error}") from error
+            raise _broken(self._peer, error) from error
 
     async def read_into(self, into: memoryview, wait_s: float = 0.0) -> None:
         """Fills all of `into`."""
@@ -119,7 +119,7 @@ class FramedSocket:
         except TimeoutError:
             raise LinkLost(f"{self._peer} sent no byte for {self._io_s:g} s") from None
         except OSError as error:
-            raise LinkLost(f"the connection to {self._peer} broke: {error}") from error
+            raise _broken(self._peer, error) from error
         return came
 
     async def _read_some(self, left: Sequence[memoryview], least: int, wait_s: float, told: Told) -> int:
@@ -168,6 +168,13 @@ class FramedSocket:
 
     def close(self) -> None:
         self._bulk.close()
+
+
+def _broken(peer: str, error: OSError) -> LinkLost:
+    # The event loop's sockets and threads keep their errors, whose frames have the memory that bytes came from or were
+    # to go to: it is given out again once nobody refers to it.
+    error.__traceback__ = None
+    return LinkLost(f"the connection to {peer} broke: {error}")
 
 
 def counted_from(told: Told, first: int) -> Told:

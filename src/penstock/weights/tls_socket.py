@@ -205,6 +205,7 @@ def relay_server_context() -> tuple[ssl.SSLContext, bytes]:
 
 def _trouble(what: str, error: OSError) -> LinkLost | TokenRefused | OtherProtocol:
     """A refused certificate stays refused, and who speaks no TLS learns none; anything else may pass."""
+    error.__traceback__ = None  # The stream keeps it, and its frames have what was to be sent.
     words = refusal_words(error)
     if words == NO_TLS:
         return OtherProtocol(f"{what}: {words}, and this side does")
