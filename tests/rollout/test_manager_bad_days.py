@@ -175,11 +175,13 @@ def test_an_old_lease_of_its_own_is_worth_nothing() -> None:
     assert done.token_ids == ids
 
 
-@pytest.mark.parametrize("first", ["the batch", "the engine"])
+@pytest.mark.parametrize("first", ["the batch", "the engine", "two batches"])
 def test_an_engine_of_another_vocabulary_gets_no_work_and_is_refused_with_the_reason(first: str) -> None:
     world = published()
-    if first == "the batch":
+    if first != "the engine":
         world.trainer(submit(prompts=[[1, 2, 40]]))
+    if first == "two batches":
+        world.trainer(submit("eval-0", prompts=[[1, 2, 41]]))
     stranger = world.join("stranger")
     world.send(stranger, VersionReady(version=0, vocab_size=40, max_context_tokens=1024, load_s=0.1, bytes_fetched=1))
     if first == "the engine":

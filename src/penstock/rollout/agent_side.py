@@ -242,17 +242,17 @@ class AgentSide:
     # ---- whom not to listen to
 
     def _strangers(self) -> list[tuple[Instance, str]]:
-        """Instances whose engine can't be of the model that open batches are for."""
-        return [
-            (
-                instance,
-                f"its vocabulary of {instance.vocab_size} has no token {batch.top_token}, which is in the prompts of "
-                f"batch {batch.name}: another model or tokenizer",
-            )
-            for batch in self._tracker.batches()
-            for instance in self._fleet
-            if instance.holds(batch.version) and not instance.knows(batch.top_token)
-        ]
+        """Instances whose engine can't be of the model that open batches are for, once each."""
+        found: dict[str, tuple[Instance, str]] = {}
+        for batch in self._tracker.batches():
+            for instance in self._fleet:
+                if instance.holds(batch.version) and not instance.knows(batch.top_token):
+                    cause = (
+                        f"its vocabulary of {instance.vocab_size} has no token {batch.top_token}, which is in the "
+                        f"prompts of batch {batch.name}: another model or tokenizer"
+                    )
+                    found.setdefault(instance.peer, (instance, cause))
+        return list(found.values())
 
     def _refuse(self, instance: Instance, cause: str, suspects: bool = True) -> None:
         """A peer that sends nonsense is not listened to any further. `suspects`: one of its samples may be why."""
