@@ -56,6 +56,10 @@ class World:
     config: ProvisionConfig = CONFIG
     boots_s: float = 20.0
     answer_s: float = 1.0
+    making_s: float = 0.0
+    """Machines are there, and listed, so long before the call that makes them comes back."""
+    grace_s: float = 0.0
+    """What is released runs on for so long, is not listed meanwhile, and only then the call comes back."""
     works: bool = True
     """Instances have samples."""
     failing: set[str] = field(default_factory=set)
@@ -65,6 +69,8 @@ class World:
     never_join: bool = False
     price: float | None = None
     """Of every machine, as lists tell it."""
+    under_other_names: bool = False
+    """What runs on machines joins by names that nobody can know."""
     agents: int = 1
     """On each machine, known by its host but for the first."""
     deaf: bool = False
@@ -79,6 +85,9 @@ class World:
         self.asked_in_all = 0
         self.killed_at_work = 0
         self._pending: list[tuple[float, Call]] = []
+        self._made: dict[int, list[str]] = {}
+        """By the calls under way that make them."""
+        self._ending: set[str] = set()
         self.machines = Provision(self.config, self.events.append, 1000.0)
 
     # ---- what tests do
@@ -108,10 +117,19 @@ class World:
                 box.samples = 5
             elif not self.works:
                 box.samples = 0
-        self._pending += [(self.now + self.answer_s, call) for call in orders.calls]
+        for call in orders.calls:
+            if isinstance(call, Add) and self.making_s:
+                self._made[call.call] = [self._make() for _ in range(call.count)]
+            if isinstance(call, Release) and self.grace_s:
+                self._ending.add(call.machine)
+            longer_s = {Add: self.making_s, Release: self.grace_s}.get(type(call), 0.0)
+            self._pending.append((self.now + self.answer_s + longer_s, call))
 
     def views(self) -> list[InstanceView]:
         hand = [InstanceView(f"hand-{k}", f"hand-{k}", "desk", False, True, False, 5) for k in range(self.by_hand)]
+        if self.under_other_names:
+            booted = [box for box in self.boxes.values() if box.connected]
+            return hand + [InstanceView(f"p-{b.id}", f"ip-{b.id}", f"ip-{b.id}", False, True, False, 5) for b in booted]
         return hand + [
             InstanceView(peer, peer if k == 0 else f"gpu{k}", f"{box.id}.internal", False, True, False, box.samples)
             for box in self.boxes.values()
@@ -158,7 +176,7 @@ class World:
         if kind in self.failing:
             self.machines.failed(call.call, f"{kind} is broken", self.now)
         elif isinstance(call, Add):
-            ids = [self._make() for _ in range(min(call.count, self.given))]
+            ids = self._made.pop(call.call, None) or [self._make() for _ in range(min(call.count, self.given))]
             if "lost_add" in self.failing:
                 self.machines.failed(call.call, "the connection was cut", self.now)
             else:
@@ -169,7 +187,9 @@ class World:
             self.machines.released(call.call, self.now)
         else:
             rows = [
-                Seen(box.id, box.alive, "" if box.alive else "exit code 1", self.price) for box in self.boxes.values()
+                Seen(box.id, box.alive, "" if box.alive else "exit code 1", self.price)
+                for box in self.boxes.values()
+                if box.id not in self._ending
             ]
             self.machines.listed(call.call, rows, self.now)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from provision_world import CONFIG, World, grown
+import pytest
+from provision_world import CONFIG, Box, World, grown
 
 from penstock.observe.events import Warned
 from penstock.rollout.provision_types import InstanceView, MachineState, Seen
@@ -408,3 +409,37 @@ def test_an_agent_that_dials_in_again_as_it_leaves_is_told_again_and_one_that_st
 def test_the_time_that_machines_take_to_start_is_learned() -> None:
     world = grown(4, boots_s=2.0)
     assert world.machines.start_s < CONFIG.start_s
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_machine_that_is_listed_while_it_is_made_is_not_taken_for_one_too_many(number: int) -> None:
+    """Clouds list what they make at once, and their tools come back once it runs."""
+    world = World(making_s=45.0, boots_s=50.0, config=replace(CONFIG, call_s=60.0))
+    world.machines.want(number, 0.0)
+    world.pass_time(200)
+    assert world.asked_in_all == number
+    assert world.states() == [JOINED] * number
+    assert not world.changes("releasing")
+
+
+def test_a_stray_that_comes_while_machines_are_made_is_released_after_that() -> None:
+    world = World(making_s=45.0, boots_s=50.0, config=replace(CONFIG, call_s=60.0))
+    world.machines.want(1, 0.0)
+    world.pass_time(20)
+    world.boxes["stray"] = Box("stray", world.now, 1e9)
+    world.pass_time(100)
+    assert list(world.boxes) == ["m-1"]
+
+
+def test_what_is_being_released_is_not_gone_before_the_call_says_so() -> None:
+    """It may not be listed any more, and still runs and costs."""
+    world = grown(1, grace_s=8.0, works=False, config=replace(CONFIG, ceiling=1, list_s=2.0))
+    world.machines.want(0, world.now)
+    world.pass_time(CONFIG.cool_down_s + 2)
+    world.machines.want(1, world.now)
+    most = 0
+    for _ in range(60):
+        world.pass_time(1)
+        most = max(most, len(world.boxes))
+    assert most == 1
+    assert world.asked_in_all == 2

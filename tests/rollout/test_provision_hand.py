@@ -120,3 +120,43 @@ def test_another_manager_waits_for_instances_that_had_joined_by_hand() -> None:
     assert world.asked_in_all == 3
     world.pass_time(10)
     assert world.asked_in_all == 4
+
+
+def test_machines_that_join_under_other_names_are_told_of_and_do_not_come_and_go() -> None:
+    world = World(under_other_names=True)
+    world.machines.want(2, 0.0)
+    world.pass_time(CONFIG.join_deadline_s - 1)
+    assert world.asked_in_all == 2
+    assert not world.changes("releasing"), "they may join yet"
+    world.pass_time(10)
+    [first, second] = world.changes("releasing")
+    for change in (first, second):
+        assert "no instance of its name" in change.cause
+        assert "but others did since it was asked for: ip-m-1, ip-m-2" in change.cause
+    world.pass_time(600)
+    assert world.machines.counts["never_joined"] == world.asked_in_all - len(world.machines.machines)
+    # Each pair costs its deadline, the time until it is missed and a wait that grows.
+    assert world.asked_in_all <= 2 * 8
+
+
+def test_an_instance_by_hand_lets_a_machine_go_that_joins_after_it() -> None:
+    world = World(boots_s=40.0)
+    world.machines.want(2, 0.0)
+    world.pass_time(20)
+    world.by_hand = 1
+    world.pass_time(15)
+    assert len(world.alive()) == 2, "one of them may be the instance"
+    world.pass_time(60)
+    assert len(world.alive()) == 1
+    assert world.asked_in_all == 2
+
+
+def test_instances_older_than_the_machines_are_by_hand_for_sure() -> None:
+    by_hand = ByHand(15.0)
+    by_hand.see(hand(2, False, True), (), never, 10.0)
+    assert [by_hand.sure(asked) for asked in ([], [11.0, 12.0], [9.0, 12.0], [10.0, 9.0, 8.0])] == [2, 2, 1, 0]
+    assert by_hand.since(10.0) == ["h0 on desk", "h1 on desk"]
+    by_hand.see([], (), never, 12.0)
+    assert by_hand.since(10.0) == ["h0 on desk", "h1 on desk"], "they may be back"
+    by_hand.see([], (), never, 30.0)
+    assert by_hand.since(10.0) == []

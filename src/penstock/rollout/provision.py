@@ -47,6 +47,8 @@ MOST_ENDS = 2
 MOST_MISSING = 2
 """Lists in a row without a machine that has no instance; providers take a moment to show new ones."""
 
+OTHERS_NAMED = 4
+
 S = MachineState
 
 
@@ -122,7 +124,7 @@ class Provision:
     def want(self, number: int, now: float) -> None:
         """So many remote instances are worth having from now on, those that joined by hand among them."""
         self.wanted = number
-        self._wanted_lately.note(self._asked_for(), now)
+        self._wanted_lately.note(self._worth_keeping(), now)
 
     def restore(self, spent: float, billed: Mapping[str, float], now: float, by_hand: int = 0) -> None:
         """Takes up an earlier manager's account. `billed`: its machines, and since when their cost is not in it: it
@@ -215,7 +217,9 @@ class Provision:
             if not row.alive and not machine.peers:
                 self._ended_by_itself(machine, row.cause, now)
         for row in found.values():
-            self._stray(row, sent.at, now)
+            # What is being made may be listed before the call that makes it says so.
+            if row.id in self._ended_at or not self.calls.pending(Add):
+                self._stray(row, sent.at, now)
         if not self.calls.unsure:
             self._uncertain_at = None
         if not self._listed_once and self._machines:
@@ -245,8 +249,9 @@ class Provision:
         if machine.adopted and not self._listed_once:
             self._end(machine, S.RELEASED, "it was gone when this manager came", now)
             return
-        if asked_at < machine.since or machine.peers:
-            # It was asked for before the machine came into this state; or the machine is plainly there.
+        if asked_at < machine.since or machine.peers or machine.call:
+            # It was asked for before the machine came into this state; or the machine is plainly there; or whoever
+            # ends it will say when it has: what ends is not listed by all.
             return
         machine.missing += 1
         if machine.state is S.RELEASING:
@@ -370,6 +375,8 @@ class Provision:
                 continue
             if machine.joined_at is None and now - machine.since >= config.join_deadline_s:
                 cause = f"no instance of its name or on a host of that name joined within {config.join_deadline_s:g} s"
+                if others := self._by_hand.since(machine.asked_at):
+                    cause += f", but others did since it was asked for: {', '.join(others[:OTHERS_NAMED])}"
                 self._did_not_join(machine, cause, now)
             elif machine.joined_at is not None and now - machine.since >= config.rejoin_s:
                 self._lost(machine, f"its instance was lost and not back within {config.rejoin_s:g} s", now)
@@ -380,13 +387,23 @@ class Provision:
         """Machines beyond this number are not wanted."""
         if self.ending:
             return 0
-        self._wanted_lately.note(self._asked_for(), now)
+        self._wanted_lately.note(self._worth_keeping(), now)
         most = self._wanted_lately.most(now - max(self.config.cool_down_s, self.start_s))
         return int(most or 0) if active else 0
 
     def _asked_for(self) -> int:
         """Of what is wanted, the machines that are not there without us."""
-        return max(0, max(self.config.floor, min(self.config.ceiling, self.wanted)) - self.by_hand)
+        return max(0, self._within - self.by_hand)
+
+    def _worth_keeping(self) -> int:
+        """The same, where instances by hand may be those of machines that we wait for, under other names: released for
+        them, such machines would be asked for again as soon as they are gone."""
+        waited_for = [m.asked_at for m in self._machines if m.state is S.STARTING and m.joined_at is None]
+        return max(0, self._within - self._by_hand.sure(waited_for))
+
+    @property
+    def _within(self) -> int:
+        return max(self.config.floor, min(self.config.ceiling, self.wanted))
 
     def _why(self, number: int) -> str:
         return f"machines wanted: {number}" + (f", beside {self.by_hand} by hand" if self.by_hand else "")
