@@ -24,6 +24,7 @@ from penstock.weights import WeightStore
 from penstock.weights.addresses import parse_address
 from penstock.weights.memory import NoMemory
 from penstock.weights.puller import NotInTime
+from penstock.weights.tcp import TcpTransport
 
 WHOLE = 1 << 30
 CONNECTIONS = 2
@@ -207,6 +208,32 @@ async def test_memory_that_runs_out_in_mid_transfer_is_named(monkeypatch: pytest
     async with store_of(0) as (_, address):
         with pytest.raises(NoMemory, match=r"memory ran out while weight version 0 came \(\d+ of 16 chunks"):
             await fetch(address, 0, codec="lossless")
+
+
+@pytest.mark.usefixtures("unpushed")
+@pytest.mark.parametrize("connections", [1, 3])
+async def test_nothing_more_is_fetched_of_what_can_not_be_decoded(
+    monkeypatch: pytest.MonkeyPatch, connections: int
+) -> None:
+    """The rest of a version would be kept in memory, where that has just run out."""
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("penstock.weights.fetch.decode_chunk", full)
+    async with store_of(0) as (_, address):
+        way = Between(address, [])
+        way.pause_s = 0.03
+        async with way.listening() as source:
+            transport = TcpTransport(TOKEN)
+            with pytest.raises(NoMemory, match=r"memory ran out while weight version 0 came \(\d of 16 chunks"):
+                await fetch(source, 0, codec="lossless", connections=connections, transport=transport)
+            # No link is kept on which answers are still to come.
+            way.pause_s, opened = 0.0, way.connections
+            monkeypatch.undo()
+            assert_whole(await fetch(source, 0, codec="lossless", connections=1, transport=transport), 0)
+            assert way.connections == opened + 1
+            transport.close()
 
 
 async def test_what_the_benchmarks_proxy_counts_does_arrive() -> None:

@@ -196,6 +196,10 @@ class Fetch:
         asked = deque((index, self._buffer(index)) for index in pushed)
         dying: WeightLink | None = None
         while self._queue.left:
+            if self._failed:
+                # No more of it can be decoded: the rest would be fetched, and kept in memory, for nothing.
+                await asyncio.gather(*self._decoding)
+                return
             try:
                 link = await self._link(connection)
                 if link is None:
@@ -477,9 +481,10 @@ class Fetch:
             self._decode_s += decoding.result()
             self._decode_more()
         else:
-            # Left where `finish` finds it.
+            # Left where connections and `finish` find it.
             self._failed = True
             self._room.set()
+            self._changed.set()
 
 
 def _end(limits: Iterable[asyncio.Timeout]) -> None:
