@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+from typing import cast
 
 import pytest
+from test_mid_transfer import Between
 from test_transfer import assert_whole, store_of
 from test_weight_store import TOKEN
 
 from penstock.instance.loading import WeightLoader
+from penstock.weights import memory
 from penstock.weights.manifest import Encoding
+from penstock.weights.memory import NoMemory
 from penstock.weights.protocol import NotReady
+from penstock.weights.puller import NotInTime
 from penstock.weights.relay import Relay
 
 
@@ -78,3 +84,35 @@ async def test_a_chunk_is_waited_for_while_others_of_its_version_come(monkeypatc
     later_s[0] += 60.0
     with pytest.raises(NotReady, match=r"chunk 4 .* nothing of it did for 50 s"):
         await last
+
+
+@pytest.mark.parametrize("served", [False, True])
+async def test_a_pull_that_was_cut_leaves_room_for_the_next_try(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, served: bool
+) -> None:
+    """Chunks that came raw are passed on from where they were staged."""
+    given: list[mmap.mmap] = []
+
+    def little_room(nbytes: int) -> memoryview:
+        if sum(not memory._is_free(mapped) for mapped in given) >= 1 + served:
+            raise NoMemory("full")
+        buffer = memoryview(mmap.mmap(-1, nbytes))
+        given.append(cast(mmap.mmap, buffer.obj))
+        return buffer
+
+    monkeypatch.setattr("penstock.weights.memory.host_buffer", little_room)
+    monkeypatch.setattr("penstock.weights.puller.PUSH_BYTES", 0)
+    async with store_of(0, 1, keep_versions=2) as (_, address):
+        loader = WeightLoader(TOKEN, codec="raw", relay_port=0)
+        way = Between(address, [])
+        try:
+            if served:
+                loader.serves(await loader.pull(address, 0, 60))
+            way.pause_s = 0.1
+            async with way.listening() as source:
+                with pytest.raises(NotInTime):
+                    await loader.pull(source, 1, 1.0)
+            assert_whole(await loader.pull(address, 1, 60), 1)
+            assert "what was to be passed on is given up" in caplog.text
+        finally:
+            await loader.close()

@@ -97,13 +97,30 @@ class WeightLoader:
         try:
             return await self._pull(source, version, deadline_s)
         except NoMemory as error:
-            if self._base is None:
+            if not self._passes_nothing_on(error) and not self._gives_base_up(error):
                 raise
-            log.warning("%s; the base of differences is given up for it", error)
-            self._base = None
-            self._ahead.drop()
-            self._memory.clear()
+        try:
+            return await self._pull(source, version, deadline_s)
+        except NoMemory as error:
+            if not self._gives_base_up(error):
+                raise
         return await self._pull(source, version, deadline_s)
+
+    def _passes_nothing_on(self, error: NoMemory) -> bool:
+        """Whether that lets go of anything: raw chunks of a pull that was cut lie where they were staged."""
+        if self._relay is None or not self._relay.let_go():
+            return False
+        log.warning("%s; what was to be passed on is given up for it", error)
+        return True
+
+    def _gives_base_up(self, error: NoMemory) -> bool:
+        if self._base is None:
+            return False
+        log.warning("%s; the base of differences is given up for it", error)
+        self._base = None
+        self._ahead.drop()
+        self._memory.clear()
+        return True
 
     async def _pull(self, source: str, version: int, deadline_s: float) -> StagedWeights:
         if self._relay is None and self._relay_port is not None:

@@ -147,6 +147,15 @@ class Relay:
             self._passing.pop(key).forget()
         self._stir()
 
+    def let_go(self) -> bool:
+        """Forgets all chunks, so that their memory can be used again; those who wait for some go elsewhere. Whether
+        there were any."""
+        had = any(passing.have for passing in self._passing.values())
+        while self._passing:
+            self._passing.popitem()[1].forget()
+        self._stir()
+        return had
+
     def put(self, encoding: Encoding, index: int, data: Bytes) -> None:
         """A chunk as it was on the wire, verified; its bytes must not change any more."""
         passing = self._passing.get(encoding)
