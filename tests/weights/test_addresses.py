@@ -168,16 +168,20 @@ async def test_what_a_link_that_fell_silent_was_asked_for_comes_by_the_others(
     async with store_of(0) as (_, address), contextlib.AsyncExitStack() as parts:
         ways = [Between(address, []) for _ in range(2)]
         source = ",".join([await parts.enter_async_context(way.listening()) for way in ways])
-        ways[0].pause_s, ways[1].pause_s = 0.0, 0.01
+        # The other one leaves it some chunks, however much later it is opened.
+        ways[0].pause_s, ways[1].pause_s = 0.0, 0.05
 
         async def fall_silent() -> None:
             while ways[0].passed < CHUNK + 4096:
                 await asyncio.sleep(0)
-            ways[0].pause_s = 1e6
+            ways[0].pause_s, ways[1].pause_s = 1e6, 0.01
 
         silencing = asyncio.create_task(fall_silent())
-        weights = await fetch(source, 0, codec=codec, connections=2, transport=TcpTransport(TOKEN, io_s=1000.0))
-        await silencing
+        try:
+            weights = await fetch(source, 0, codec=codec, connections=2, transport=TcpTransport(TOKEN, io_s=1000.0))
+            assert silencing.done()
+        finally:
+            silencing.cancel()
         assert_whole(weights, 0)
         assert weights.bytes_fetched == weights.manifest.nbytes, "no whole chunk came twice"
         assert ways[0].connections == 1, "it is not come back to so soon"
