@@ -23,6 +23,7 @@ from penstock.weights.manifest import StagedWeights
 from penstock.wire import Sampling
 
 MODEL = tiny_model("qwen2", initializer_range=0.1)
+LONG = tiny_model("qwen2", max_position_embeddings=4096)
 DEADLINE_S = 30.0
 
 
@@ -170,6 +171,46 @@ async def test_new_weights_serve_sequences_that_were_running(engine: BuiltinEngi
     assert len(versions) == 90
     assert versions == sorted(versions)
     assert set(versions) == {1, 2} or versions[0] == 1
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_new_weights_wait_for_a_reader_that_is_at_it_and_for_no_other(
+    monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    """They serve once a sequence is prefilled with them, though between two deltas one is unread for a moment."""
+    monkeypatch.setattr(engine_module, "_READ_S", 10.0 if reads else 0.05)
+    engine = BuiltinEngine(device="cpu", max_context_tokens=4096, threads=1, frame_steps=1)
+    core, forced = engine._core, 0
+    now = core.swap_now
+
+    def swap_now() -> None:
+        nonlocal forced
+        forced += core.swapping
+        now()
+
+    swaps = 0
+
+    async def read() -> None:
+        async for _ in engine.deltas():
+            if swaps and not reads:
+                return
+            await asyncio.sleep(0.005)
+
+    try:
+        await engine.update_weights(staged(LONG))
+        monkeypatch.setattr(core, "swap_now", swap_now)
+        engine.start([start(lease, [1, 2, lease], Sampling(max_new_tokens=4000)) for lease in range(4)])
+        reading = asyncio.create_task(read())
+        async with asyncio.timeout(DEADLINE_S):
+            for swaps in (1, 2, 3):
+                while reads and engine.load().running < 4:
+                    await asyncio.sleep(0.01)
+                await engine.update_weights(staged(LONG, swaps))
+        assert engine.version == 3
+        assert (forced > 0) is not reads
+        reading.cancel()
+    finally:
+        await engine.close()
 
 
 async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(engine: BuiltinEngine) -> None:

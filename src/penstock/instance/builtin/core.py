@@ -51,7 +51,7 @@ class CoreOptions:
     """Most padded tokens prefilled before the next decode step; one longer prompt is taken alone."""
     renew_tokens_per_step: int = 0
     """The same for sequences that were running when the weights changed, and longer ones are taken in parts: no token
-    comes meanwhile. 0 is 64 on a CPU, and 2048 on a GPU, where a small pass takes as long."""
+    comes meanwhile. 0 is 32 on a CPU, and 2048 on a GPU, where a small pass takes as long."""
 
 
 Told = Callable[[EngineError | None], None]
@@ -364,7 +364,7 @@ class BuiltinCore:
 
     @property
     def _renew_tokens(self) -> int:
-        return self.options.renew_tokens_per_step or (64 if self.options.device.type == "cpu" else 2048)
+        return self.options.renew_tokens_per_step or (32 if self.options.device.type == "cpu" else 2048)
 
     def _prefill_part(self, decoder: Decoder, most: int) -> None:
         """The next tokens of the first sequence that waits; with the last of them it runs."""

@@ -36,6 +36,8 @@ What a machine has drawn and not sent is what its loss costs, so it is bounded h
 delta. To draw on while it is sent made nothing faster: reader and thread have one interpreter.
 """
 
+_READ_S = 0.05
+"""A reader that is at it takes a delta sooner; a new version doesn't wait for one that isn't."""
 _RATE_WINDOW_S = 5.0
 _CLOSE_DEADLINE_S = 30.0
 
@@ -301,8 +303,6 @@ class BuiltinEngine:
     def _serve(self) -> None:
         core, steps = self._core, 0
         while self._run_commands():
-            if core.swapping and not self._may_step():
-                core.swap_now()
             if core.has_work and not self._flushed:
                 core.step()
                 steps += 1
@@ -311,14 +311,23 @@ class BuiltinEngine:
                 steps = 0
 
     def _run_commands(self) -> bool:
-        """Waits until there is something to do, runs the commands that came; False once the engine is to end."""
+        """Waits until there is something to do, runs the commands that came; False once the engine is to end.
+
+        Weights that would serve some steps later do so now, where no step is to be made or the reader is far behind.
+        """
+        core, stuck = self._core, False
         with self._wake:
-            while not (self._closing or self._commands or self._may_step() or self._core.swapping):
-                self._wake.wait()
+            while not (self._closing or self._commands or self._may_step() or stuck):
+                if core.swapping:
+                    stuck = not core.has_work or self._flushed or not self._wake.wait(_READ_S)
+                else:
+                    self._wake.wait()
             if self._closing:
                 return False
             commands = list(self._commands)
             self._commands.clear()
+        if stuck:
+            core.swap_now()
         for command in commands:
             command.run()
         return True
