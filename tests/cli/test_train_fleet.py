@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from penstock import cli
+from penstock.cli import run_local
+from penstock.errors import PenstockError
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.toml")
 OWN = """
@@ -83,3 +87,45 @@ def test_one_that_can_be_made_passes_a_dry_run(
     name, *options = words
     assert cli.main(["train", QUICKSTART, "--dry-run", f"--fleet.provisioner={name}", *options]) == 0
     assert f'provisioner = "{name}"' in capsys.readouterr().out
+
+
+CLOUD = """#!/bin/sh
+cd "$(dirname "$0")/cloud"
+case "$1" in
+add) touch box; sleep 5; echo box ;;
+release) sleep 0.2; rm -f "$2" ;;
+list) ls ;;
+esac
+"""
+
+
+class Prompts(list[int]):
+    """So many, whatever they are."""
+
+    origins: ClassVar[list[int]] = []
+
+    @property
+    def prompts(self) -> list[int]:
+        return list(self)
+
+
+def test_a_run_whose_model_can_t_be_loaded_leaves_no_machine(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manager asks for machines while the trainer still loads."""
+    script, cloud = here / "cloud.sh", here / "cloud"
+    script.write_text(CLOUD)
+    script.chmod(0o755)
+    cloud.mkdir()
+
+    def too_large(run: object, base: Path) -> None:
+        deadline = time.monotonic() + 60
+        while not list(cloud.iterdir()):
+            assert time.monotonic() < deadline, "no machine was asked for"
+            time.sleep(0.01)
+        raise PenstockError("out of memory: the model is too large")
+
+    monkeypatch.setattr(run_local._Run, "_learner", too_large)
+    prompts = (here, Prompts([1] * 64), Prompts(), None)
+    monkeypatch.setattr(run_local._Run, "_model_and_prompts", lambda run, held: prompts)
+    options = [f"--fleet.options.command={script}", "--fleet.first=1", "--fleet.ceiling=1", "--fleet.release_s=30"]
+    assert cli.main(["train", QUICKSTART, "--fleet.provisioner=command", *options, "--output_dir=runs"]) == 1
+    assert not list(cloud.iterdir())

@@ -193,6 +193,10 @@ class _Run:
         if config.fleet.wanted:
             (self.folder / FLEET_FILE).write_text(fleet_file(config, self.folder).model_dump_json(indent=2))
         manager_url = processes.start_manager()
+        operator, agent = tokens.of(Role.OPERATOR), tokens.of(Role.AGENT)
+        fleet = RunFleet(config, self.folder, manager_url, operator, agent, edge, self._emit, doors.own)
+        # The manager asks for machines at once: should the model not load, nobody else would release them.
+        parts.callback(fleet.release)
         self._say(f"the manager listens at {manager_url}")
         self._tell_how_to_join()
         for _ in range(config.rollout.engines.count):
@@ -235,8 +239,6 @@ class _Run:
         # Told first of all when the run ends, so that none outlives the five seconds whatever else takes its time.
         parts.callback(processes.terminate)
         parts.callback(client.expect_end)
-        operator, agent = tokens.of(Role.OPERATOR), tokens.of(Role.AGENT)
-        fleet = RunFleet(config, self.folder, manager_url, operator, agent, edge, self._emit, doors.own)
         parts.callback(fleet.release)
         ports = TrainerPorts(
             rollout=client,
