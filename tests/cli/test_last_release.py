@@ -174,3 +174,32 @@ def test_an_account_that_is_none_stays_and_a_provisioner_that_can_t_be_made_is_t
     assert Cloud.there == {}
     assert "fleet_account.json is no account, and stays as it is" in told
     assert end.kept == {"machines": 3}
+
+
+async def test_a_list_that_hangs_holds_up_no_second_try() -> None:
+    tried = asyncio.Event()
+
+    class Throttled:
+        releases = 0
+
+        async def add(self, count: int) -> list[str]:
+            raise AssertionError
+
+        async def release(self, machine: str) -> None:
+            self.releases += 1
+            if self.releases == 1:
+                raise RuntimeError("too many requests")
+            tried.set()
+
+        async def list(self) -> list[Seen]:
+            await asyncio.Event().wait()
+            return []
+
+        async def close(self) -> None: ...
+
+    last = last_release.LastRelease(Throttled, ["box"], call_s=1000.0)
+    ending = asyncio.create_task(last.carry_out(1000.0))
+    async with asyncio.timeout(30):
+        await tried.wait()
+    ending.cancel()
+    await asyncio.gather(ending, return_exceptions=True)

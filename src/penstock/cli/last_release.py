@@ -79,32 +79,46 @@ class LastRelease:
 
         for name in self.left:
             release(name)
-        while True:
-            settled = {name for name, task in tasks.items() if task.done()}
-            confirmed = {name for name in settled if self.left.get(name) == NOT_SEEN}
-            rows = await self._list(provisioner)
-            for name in settled & self.left.keys() if rows is not None else ():
-                # One that is not there is gone even if its release failed: somebody else has ended it. Some providers
-                # show those that have ended for a while.
-                if not rows or name not in rows or (name in confirmed and not rows[name]):
-                    del self.left[name]
-                    self.gone[name] = None
-            for name, alive in (rows or {}).items():
-                if name in self.gone and not alive:
-                    continue
-                if name not in self.left:
-                    self.gone.pop(name, None)
-                    self.left[name] = NOT_TRIED
-                    release(name)
-                elif name in settled:
-                    release(name)
-            if not self.left and rows is not None:
-                return
-            for name, cause in self.left.items():
-                if tasks[name].done() and cause != NOT_SEEN:
-                    release(name)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RETRY_MOST_S)
+        listing: asyncio.Task[dict[str, bool] | None] | None = None
+        try:
+            while True:
+                if listing is None:
+                    settled = {name: task for name, task in tasks.items() if task.done()}
+                    confirmed = {name for name in settled if self.left.get(name) == NOT_SEEN}
+                    listing = asyncio.create_task(self._list(provisioner), name="last list")
+                await asyncio.wait({listing}, timeout=pause_s)
+                rows, came = None, listing.done()
+                if came:
+                    rows, listing = listing.result(), None
+                # Of those that are tried again meanwhile it says nothing.
+                told_of = {name for name, task in settled.items() if tasks[name] is task}
+                for name in told_of & self.left.keys() if rows is not None else ():
+                    # One that is not there is gone even if its release failed: somebody else has ended it. Some
+                    # providers show those that have ended for a while.
+                    if not rows or name not in rows or (name in confirmed and not rows[name]):
+                        del self.left[name]
+                        self.gone[name] = None
+                for name, alive in (rows or {}).items():
+                    if name in self.gone and not alive:
+                        continue
+                    if name not in self.left:
+                        self.gone.pop(name, None)
+                        self.left[name] = NOT_TRIED
+                        release(name)
+                    elif name in told_of:
+                        release(name)
+                if not self.left and rows is not None:
+                    return
+                for name, cause in self.left.items():
+                    if tasks[name].done() and cause != NOT_SEEN:
+                        release(name)
+                if came:
+                    await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MOST_S)
+        finally:
+            if listing is not None:
+                listing.cancel()
+                await asyncio.gather(listing, return_exceptions=True)
 
     async def _list(self, provisioner: Provisioner) -> dict[str, bool] | None:
         """Those that are there, and whether each is alive; None where that can't be had."""
