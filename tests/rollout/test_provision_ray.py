@@ -28,11 +28,11 @@ with (there / "log").open("a") as log:
 for line in sys.stdin:
     call = json.loads(line)
     request, answer = call["request"], {"number": call["number"]}
-    with (there / "log").open("a") as log:
-        print(json.dumps(request), file=log)
     fault = (there / "fault").read_text() if (there / "fault").exists() else ""
     if fault:
         (there / "fault").unlink()
+    with (there / "log").open("a") as log:
+        print(json.dumps(request), file=log)
     if fault == "dies":
         print("the head is gone", file=sys.stderr, flush=True)
         os._exit(3)
