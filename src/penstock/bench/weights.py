@@ -13,6 +13,7 @@ from penstock.bench.weights_quantized import quantized
 from penstock.bench.weights_shaped import over_shaped_links
 from penstock.weights.codecs import get_codec
 from penstock.weights.codecs.delta import entropy_bound_bytes
+from penstock.weights.codecs.fused import compiled
 
 DESCRIPTION = "weights: codecs, transfer on one machine and over shaped links, eight instances, stalls and pauses"
 CHUNK_BYTES = 4 << 20
@@ -53,6 +54,7 @@ def _chunks(data: bytes) -> list[memoryview]:
 def _deltas(size: int, real: tuple[bytes, bytes]) -> list[Result]:
     results = []
     codec = get_codec("delta")
+    compiled(2)  # As in an agent, which has it compiled once it serves what differences are applied to.
     into = memoryview(bytearray(CHUNK_BYTES))
     cases = [("1.5 %", drawn(size, 0.015), 80.0), ("0.4 %", drawn(size, 0.004), 250.0), ("real pair", real, 0.0)]
     for name, (before, after), bound in cases:
