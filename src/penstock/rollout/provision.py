@@ -217,8 +217,8 @@ class Provision:
             if not row.alive and not machine.peers:
                 self._ended_by_itself(machine, row.cause, now)
         for row in found.values():
-            # What is being made may be listed before the call that makes it says so.
-            if row.id in self._ended_at or not self.calls.pending(Add):
+            # What is being made may be listed before the call that makes it says so; at the end that is all one.
+            if self.ending or row.id in self._ended_at or not self.calls.pending(Add):
                 self._stray(row, sent.at, now)
         if not self.calls.unsure:
             self._uncertain_at = None
