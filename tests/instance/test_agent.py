@@ -8,6 +8,7 @@ import errno
 import logging
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from aiohttp import WSCloseCode, web
@@ -19,6 +20,7 @@ from penstock.instance.manager_link import agent_url
 from penstock.sample import Finish
 from penstock.weights import StagedWeights, WeightStore
 from penstock.weights.manifest import Encoding
+from penstock.weights.shm import SharedLender
 from penstock.wire import (
     PROTOCOL,
     BatchDone,
@@ -465,6 +467,32 @@ async def test_a_lost_connection_is_dialled_again_as_another_instance_with_nothi
             await second.wait_for(lambda _: len(second.finishes()) == 1)
             assert set(second.tokens()) == {3}
             assert agent.sessions == 2
+
+
+def seen(folder: Path) -> list[str]:
+    """What this process has of another's memory; a store's own is mapped to be written to."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if f"{folder}/" in line and " r--s " in line]
+
+
+async def test_with_a_lost_connection_goes_what_is_kept_of_the_weight_store(tmp_path: Path) -> None:
+    store = WeightStore("run", "127.0.0.1", 0, TOKEN, lenders=[SharedLender(tmp_path)])
+    store.start()
+    try:
+        store.publish(0, [("w", "F32", (500,), bytes(2000))], CONFIG)
+        async with FakeManager() as manager:
+            agent = agent_of(manager, ways=["shm"], keep_base=False)
+            async with running(agent):
+                first = await manager.session()
+                await load(first, store)
+                assert len(seen(tmp_path)) == 1
+                store.close()  # With the trainer goes the memory that its versions lie in.
+                await first.ws.close()
+                second = await manager.session(2)
+                await second.next_of(Heartbeat)
+                assert seen(tmp_path) == []
+    finally:
+        store.close()
 
 
 async def test_a_manager_that_is_gone_for_good_is_given_up_with_the_cause() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from test_transfer import assert_whole, store_of, tensors_of
@@ -16,6 +17,7 @@ from penstock.weights.manifest import Encoding
 from penstock.weights.protocol import NoSuchVersion, NotReady
 from penstock.weights.relay import Relay
 from penstock.weights.shm import SharedMapper
+from penstock.weights.transport import Seen
 
 
 @contextlib.asynccontextmanager
@@ -61,10 +63,11 @@ async def test_memory_that_others_look_at_is_not_written_to_for_the_next_version
 async def test_what_is_seen_is_verified_and_what_does_not_verify_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     mapped = SharedMapper.map
 
-    def spoiled(self: SharedMapper, place: str, nbytes: int) -> memoryview:
-        data = bytearray(mapped(self, place, nbytes))
+    def spoiled(self: SharedMapper, place: str, nbytes: int) -> Seen:
+        seen = mapped(self, place, nbytes)
+        data = bytearray(seen.stream)
         data[100] ^= 1
-        return memoryview(data)
+        return replace(seen, stream=memoryview(data))
 
     async with store_of(0) as (_, address), loaders(2) as (one, other):
         await one.pull(address, 0, 60)

@@ -229,6 +229,7 @@ class Agent:
             # First of all: what the engine draws from here on is drawn in vain, and closing may take its time.
             if leases := self._leases.forget_all():
                 self._engine.stop(leases)
+            self._loader.let_links_go()
             await link.close(int(aiohttp.WSCloseCode.GOING_AWAY), "")
 
     def _hello(self) -> AgentHello:

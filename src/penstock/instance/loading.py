@@ -179,6 +179,10 @@ class WeightLoader:
         del prepared
         return self._memory.buffer(nbytes), 0
 
+    def let_links_go(self) -> None:
+        """Closes the links that are kept, with which goes what was kept of their sources: they may have ended."""
+        self._transport.close()
+
     async def close(self) -> None:
         self._ahead.drop()
         self._transport.close()

@@ -247,9 +247,10 @@ class _Pull:
             raise WeightError(f"asked for weight version {self._version} and got a place for {planned.steps[-1]}")
         manifest = self._believed(decode_manifest(planned.manifest), step, "")
         began = time.perf_counter()
-        stream = await (await first.link()).mapped(planned.place, manifest.raw_nbytes)
-        await verify_in_place(manifest, stream, threads, self.rates.cores)
+        seen = await (await first.link()).mapped(planned.place, manifest.raw_nbytes)
+        await verify_in_place(manifest, seen, threads, self.rates.cores)
         self.rates.fetched(manifest.raw_nbytes, time.perf_counter() - began)
+        stream = seen.stream
         if self.relay is not None:
             self.relay.expect(step, planned.manifest, len(manifest.chunks))
             for index, chunk in enumerate(manifest.chunks):
@@ -282,11 +283,11 @@ class _Pull:
             manifest = self._believed(manifest, manifest.encoding, manifest.base_digest)
             if len(own.steps) == 1 and manifest.digest != decode_manifest(own.manifest).digest:
                 raise WeightError(f"it has other weights under version {self._version}")
-            stream = await link.mapped(planned.place, manifest.raw_nbytes)
+            seen = await link.mapped(planned.place, manifest.raw_nbytes)
             if self.relay is not None:
                 # Those behind need not wait for this one's checksums: they take their own.
                 self.relay.lend(self._version, planned.manifest, link.sees, planned.place)
-            await verify_in_place(manifest, stream, threads, self.rates.cores)
+            await verify_in_place(manifest, seen, threads, self.rates.cores)
             way = f"{link.sees} of the instance at {relay}"
             self._transport.keep(relay, link)
             link = None
@@ -296,6 +297,7 @@ class _Pull:
         finally:
             if link is not None:
                 link.close()
+        stream = seen.stream
         tensors = split_tensors(manifest, stream)
         return StagedWeights(manifest=manifest, tensors=tensors, stream=stream, steps=(step,), bytes_fetched=0, way=way)
 

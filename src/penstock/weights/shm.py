@@ -17,6 +17,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
+import importlib.util
 import logging
 import mmap
 import os
@@ -25,9 +27,11 @@ import struct
 import weakref
 from pathlib import Path
 
+from penstock.errors import MissingExtra
+from penstock.weights.mapped import MappedFile
 from penstock.weights.memory import NoMemory, check_room
 from penstock.weights.protocol import LinkLost, Way
-from penstock.weights.transport import WayClosed
+from penstock.weights.transport import Seen, WayClosed
 
 __all__ = ["SHM_FOLDER", "SharedFetcher", "SharedLender", "SharedMapper"]
 
@@ -151,6 +155,8 @@ class SharedFetcher:
     kind = "shm"
 
     def says(self) -> str:
+        if importlib.util.find_spec("numpy") is None:
+            raise WayClosed(str(MissingExtra("numpy", "engine", "seeing model weights in shared memory")))
         return f"{self.kind}:{_boot_id()}"
 
     def open(self, way: Way) -> SharedMapper:
@@ -169,16 +175,23 @@ class SharedFetcher:
 
 
 class SharedMapper:
-    """Maps files of one folder, each locked against the store's writing for as long as a view of it is left."""
+    """Maps files of one folder, each locked against the store's writing for as long as a view of it is left.
+
+    They stay mapped until `close`: the store writes its next versions to the same files. What has no name any more the
+    store has given up; that is let go of with the next version.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._kept: dict[Path, MappedFile] = {}
 
-    def map(self, place: str, nbytes: int) -> memoryview:
+    def map(self, place: str, nbytes: int) -> Seen:
         path = Path(place)
         if path.parent != self._folder or not path.name.startswith(PREFIX):
             raise WayClosed(f"{place!r} is no shared memory of a weight store")
+        self._kept = {kept: mapped for kept, mapped in self._kept.items() if kept.exists()}
         try:
+            # Each view has an open file of its own, to which its lock belongs.
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise WayClosed(f"shared memory {place} can't be opened: {error}") from error
@@ -187,19 +200,32 @@ class SharedMapper:
                 raise WayClosed(f"shared memory {place} ends at {size}, before the version does at {nbytes}")
             if not _lock(file, fcntl.F_RDLCK):
                 raise LinkLost(f"the store has taken {place} for another version")
-            # What is mapped refers to the same open file, and the lock goes with the last that does.
-            return memoryview(mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
-        except (OSError, ValueError) as error:
-            raise WayClosed(f"shared memory {place} can't be mapped: {error}") from error
-        finally:
-            os.close(file)
+            mapped = self._kept.get(path)
+            if mapped is None or len(mapped) != nbytes or not mapped.is_of(file):
+                mapped = self._kept[path] = MappedFile(file, nbytes)
+            return mapped.seen(functools.partial(_leave, file))
+        except BaseException as error:
+            _leave(file)
+            if isinstance(error, OSError | ValueError):
+                raise WayClosed(f"shared memory {place} can't be mapped: {error}") from error
+            raise
+
+    def close(self) -> None:
+        self._kept = {}
+
+
+def _leave(file: int) -> None:
+    # A mapping refers to the open file that it was made of, and would keep its lock.
+    with contextlib.suppress(OSError):
+        _lock(file, fcntl.F_UNLCK)
+    os.close(file)
 
 
 def _lock(file: int, kind: int) -> bool:
     """Takes (F_RDLCK, F_WRLCK) or drops (F_UNLCK) the open file's lock; False where another's is in the way.
 
-    A lock of an open file description (Linux): held until the last descriptor and mapping made of it is gone, however
-    that came, also between two users within one process. Independent of flock's, which says that the store lives.
+    A lock of an open file description (Linux): held until the last descriptor made of it is gone, however that came,
+    and any mapping; also between two users within one process. Independent of flock's, which says that the store lives.
     """
     try:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))

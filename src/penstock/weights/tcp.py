@@ -54,7 +54,7 @@ from penstock.weights.protocol import (
     refusal,
 )
 from penstock.weights.tls_socket import TlsSocket, relay_client_context
-from penstock.weights.transport import CONNECT_S, Fetcher, Heard, Mapper, Planned, Reader, WayClosed, WeightLink
+from penstock.weights.transport import CONNECT_S, Fetcher, Heard, Mapper, Planned, Reader, Seen, WayClosed, WeightLink
 
 HANDSHAKE_S = 30.0
 KEEP_S = 300.0
@@ -339,7 +339,7 @@ class TcpLink:
             self._not_by[self._by] = "this version does not lie there"
         return Planned(reply.steps, manifest, reply.relay, reply.pushed, reply.place if self._mapper else "")
 
-    async def mapped(self, place: str, nbytes: int) -> memoryview:
+    async def mapped(self, place: str, nbytes: int) -> Seen:
         if self._mapper is None:
             raise BadMessage(f"{self._source} names a place, and was asked for none")
         try:
@@ -415,8 +415,9 @@ class TcpLink:
         # What was to be staged is free for the next pull, however long somebody has this link.
         self._coming, self._told = [], nobody
         self._framed.close()
-        if self._reader is not None:
-            self._reader.close()
+        opened = self._reader or self._mapper
+        if opened is not None:
+            opened.close()
 
     async def _manifest(self, nbytes: int, xxh3: int, encoding: Encoding) -> bytes:
         if not 0 < nbytes <= MAX_MANIFEST_BYTES:

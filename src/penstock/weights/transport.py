@@ -25,6 +25,7 @@ __all__ = [
     "Mapper",
     "Planned",
     "Reader",
+    "Seen",
     "WayClosed",
     "WeightLink",
     "WeightTransport",
@@ -50,6 +51,15 @@ class Planned:
     """Chunks of the first step, from the first on, that are to be read from this link as if asked for."""
     place: str = ""
     """Where the first step's bytes lie whole, for `WeightLink.mapped`; empty where they have to be fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Memory of another process, read-only, that is not written to while a view of it is left."""
+
+    stream: memoryview
+    touch: Callable[[int, int], None]
+    """Maps the pages of so many bytes from an offset on at once, where that was not done before; from any thread."""
 
 
 Heard = Callable[[int, memoryview, int], None]
@@ -92,8 +102,8 @@ class WeightLink(Protocol):
         """The way to the version that is asked for; waits for one that is being published."""
         ...
 
-    async def mapped(self, place: str, nbytes: int) -> memoryview:
-        """The bytes at a plan's `place`, read-only, not verified yet; nobody writes there while a view is left."""
+    async def mapped(self, place: str, nbytes: int) -> Seen:
+        """The bytes at a plan's `place`, not verified yet."""
         ...
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
@@ -140,9 +150,12 @@ class WeightTransport(Protocol):
 class Mapper(Protocol):
     """The puller's end of a way to memory that it can see."""
 
-    def map(self, place: str, nbytes: int) -> memoryview:
-        """Read-only; not written to by the store while a view is left. Raises WayClosed, or LinkLost where the store
-        has given the place to another version meanwhile."""
+    def map(self, place: str, nbytes: int) -> Seen:
+        """Raises WayClosed, or LinkLost where the store has given the place to another version meanwhile."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of what is kept for later versions; what somebody looks at lasts as long as that."""
         ...
 
 
