@@ -7,11 +7,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
+from penstock.cli.announced import announced, reachable
 from penstock.cli.provision import BUILT_IN, make_provisioner
 from penstock.cli.provision.kube_template import ContainerEnvironment, filled_in, read_template
-from penstock.cli.provision.wiring import provision_config, reachable, read_fleet_file
+from penstock.cli.provision.wiring import provision_config, read_fleet_file
 from penstock.config.fleet import FleetConfig
+from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.rollout.provision_types import JoinOrder
 
@@ -84,8 +87,36 @@ def test_a_run_without_engines_has_a_machine_at_least() -> None:
 
 
 def test_machines_are_told_an_address_that_they_can_reach() -> None:
-    assert reachable("http://10.0.0.1:70", FleetConfig()) == "http://10.0.0.1:70"
-    assert reachable("https://0.0.0.0:70", FleetConfig(advertise="trainer.example")) == "https://trainer.example:70"
-    assert reachable("http://0.0.0.0:70", FleetConfig(provisioner="local")) == "http://127.0.0.1:70"
-    assert "0.0.0.0" not in reachable("http://0.0.0.0:70", FleetConfig(provisioner="command"))
-    assert reachable("http://[::1]:70", FleetConfig()) == "http://[::1]:70"
+    assert reachable("http://10.0.0.1:70", "") == "http://10.0.0.1:70"
+    assert reachable("https://0.0.0.0:70", "trainer.example") == "https://trainer.example:70"
+    assert reachable("http://0.0.0.0:70", "", here=True) == "http://127.0.0.1:70"
+    assert "0.0.0.0" not in reachable("http://0.0.0.0:70", "")
+    assert reachable("http://[::1]:70", "") == "http://[::1]:70"
+    assert reachable("http://0.0.0.0:70", "fd00::1") == "http://[fd00::1]:70"
+
+
+@pytest.mark.parametrize(
+    ("weights", "fleet", "expected"),
+    [
+        ("", "", ""),
+        ("trainer.example", "", "trainer.example"),
+        ("trainer.example:7071", "", "trainer.example"),
+        ("10.0.0.1,10.1.0.1", "", "10.0.0.1"),
+        ("10.0.0.1:7071, 10.1.0.1", "", "10.0.0.1"),
+        ("fd00::1", "", "fd00::1"),
+        ("[fd00::1]:7071,nic-b", "", "fd00::1"),
+        ("10.0.0.1,10.1.0.1", "other.example", "other.example"),
+    ],
+)
+def test_the_first_host_of_the_weights_is_the_managers_too(weights: str, fleet: str, expected: str) -> None:
+    data = {"train": [{"kind": "jsonl", "path": "q"}]}
+    table = {"model": {"path": "m"}, "data": data, "weights": {"advertise": weights}, "fleet": {"advertise": fleet}}
+    config = RunConfig.model_validate(table)
+    assert announced(config) == expected
+
+
+@pytest.mark.parametrize("host", ["h:7070", "http://h", "a,b", "[fd00::1]:70", "[fd00::1]", "a b"])
+def test_what_is_no_single_host_is_not_advertised(host: str) -> None:
+    with pytest.raises(ValidationError, match="is not one host"):
+        FleetConfig(advertise=host)
+    assert FleetConfig(advertise="fd00::1").advertise == "fd00::1"

@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 
+from penstock.cli.announced import announced
 from penstock.cli.last_release import LastRelease, machines_of
 from penstock.cli.run_folder import fleet_mark
 from penstock.config.fleet import ACCOUNT_FILE, FleetFile
@@ -34,9 +35,7 @@ CALL_S = 5.0
 
 def fleet_file(config: RunConfig, folder: Path) -> FleetFile:
     """What the run's manager is told. Raises StorageError."""
-    fleet = config.fleet
-    if not fleet.advertise and config.weights.advertise:
-        fleet = fleet.model_copy(update={"advertise": config.weights.advertise.partition(":")[0]})
+    fleet = config.fleet.model_copy(update={"advertise": announced(config)})
     return FleetFile(
         run=fleet_mark(folder) if fleet.wanted else folder.name,
         reserved_engines=config.rollout.engines.count,

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__, collector
+from penstock.cli.announced import announced, reachable
 from penstock.cli.interrupts import Interrupt, interruptible
 from penstock.cli.run_doors import RunDoors, how_to_join, tokens_of
 from penstock.cli.run_fleet import RunFleet, fleet_file
@@ -62,6 +62,7 @@ from penstock.train.ranks import Ranks
 from penstock.train.start import follow, make_learner
 from penstock.train.warm_start import ensure_model
 from penstock.weights import WeightStore
+from penstock.weights.addresses import first_host
 from penstock.weights.ways import lenders_of
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ class _Run:
             keep_bytes=int(config.weights.keep_gib * 2**30),
             advertise=config.weights.advertise,
             tls=doors.store,
-            lenders=lenders_of(config.weights.ways, config.weights.advertise.partition(",")[0] or config.weights.host),
+            lenders=lenders_of(config.weights.ways, first_host(config.weights.advertise) or config.weights.host),
         )
         source = store.start()
         parts.callback(store.close)
@@ -399,12 +400,9 @@ class _Run:
         manager, weights = self.config.manager, self.config.weights
         if manager.host in LOOPBACK:
             return
-        host = weights.advertise.partition(":")[0] or (
-            socket.gethostname() if manager.host in ("0.0.0.0", "::") else manager.host
-        )
-        scheme, _, port = json.loads((self.folder / "manager.json").read_text())["url"].split(":")
-        secured = how_to_join(self.config.tls)
-        self._say(f"other machines join with: penstock join --manager {scheme}://{host}:{port}{secured}")
+        listens = json.loads((self.folder / "manager.json").read_text())["url"]
+        there, secured = reachable(listens, announced(self.config)), how_to_join(self.config.tls)
+        self._say(f"other machines join with: penstock join --manager {there}{secured}")
         if weights.host in LOOPBACK:
             message = f"machines that join can't fetch weights: weights.host is {weights.host}; set it to 0.0.0.0"
             self._emit(events.Warned(ts=time.time(), where="weights", message=message))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from penstock.config.section import Section
 
@@ -63,7 +63,17 @@ class FleetConfig(Section):
     idle_s: float = Field(default=600, gt=0)
     """With no trainer for so long, all are released."""
     advertise: str = ""
-    """Host name that machines reach the manager by; by default `weights.advertise`, or this machine's name."""
+    """Host name or address that machines reach the manager by; by default the first of `weights.advertise`, or this
+    machine's name."""
+
+    @field_validator("advertise")
+    @classmethod
+    def _host_alone(cls, host: str) -> str:
+        if set(host) & set(",/[]@ ") or host.count(":") == 1:
+            raise ValueError(
+                f"fleet.advertise={host!r} is not one host: give a name or an address alone; the port is the manager's"
+            )
+        return host
 
     @model_validator(mode="after")
     def _in_order(self) -> FleetConfig:

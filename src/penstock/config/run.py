@@ -261,7 +261,7 @@ class WeightsConfig(Section):
     """Address that the weight store listens on."""
     port: int = Field(default=0, ge=0, le=65535)
     advertise: str = ""
-    """Host name that agents reach the store by; by default `host`."""
+    """Host name or address that agents reach the store by, or several with commas between them; by default `host`."""
     chunk_mib: float = Field(default=4.0, ge=1 / 64, le=1024)
     connections: int = Field(default=2, ge=1)
     """TCP connections of one agent's pull; there is at least one to each address."""

@@ -8,7 +8,15 @@ import socket
 
 from penstock.errors import PortInUse, WeightError
 
-__all__ = ["advertised", "format_address", "listen", "outward_address", "parse_address", "parse_addresses"]
+__all__ = [
+    "advertised",
+    "first_host",
+    "format_address",
+    "listen",
+    "outward_address",
+    "parse_address",
+    "parse_addresses",
+]
 
 
 def parse_addresses(source: str) -> list[tuple[str, int]]:
@@ -33,6 +41,11 @@ def format_address(host: str, port: int) -> str:
 def advertised(names: str, port: int) -> str:
     """Hosts as a configuration gives them, with commas between them and with ports where they need one, in full."""
     return ",".join(_with_port(name.strip(), port) for name in names.split(","))
+
+
+def first_host(names: str) -> str:
+    """The first of such hosts, without its port; empty for none."""
+    return parse_address(advertised(names, 1).partition(",")[0])[0] if names.strip() else ""
 
 
 def _with_port(name: str, own_port: int) -> str:

@@ -1,20 +1,16 @@
-"""From `[fleet]` to a manager that adds and releases machines.
-
-Decides by which address machines reach the manager, and nothing else.
-"""
+"""From `[fleet]` to a manager that adds and releases machines. Decides nothing."""
 
 from __future__ import annotations
 
 import json
 import math
-import socket
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
+from penstock.cli.announced import reachable
 from penstock.cli.provision import make_provisioner
 from penstock.config.fleet import ACCOUNT_FILE, FleetConfig, FleetFile
 from penstock.errors import ConfigError
@@ -23,7 +19,6 @@ from penstock.rollout.server import ManagerServer
 
 __all__ = ["provide", "provision_config", "provisioner_of", "read_fleet_file"]
 
-ANYWHERE = ("0.0.0.0", "::", "[::]")
 LOCAL_LIST_S = 1.0
 """Processes here are listed so often: it costs nothing, and one that ends is told at once."""
 
@@ -72,23 +67,12 @@ def provisioner_of(settings: FleetFile, url: str, token: str, tls_words: Sequenc
     """`url`: as the manager says that it listens. Raises ConfigError, MissingExtra."""
     join = JoinOrder(
         run=settings.run,
-        manager_url=reachable(url, settings.fleet),
+        manager_url=reachable(url, settings.fleet.advertise, here=settings.fleet.provisioner == "local"),
         token=token,
         arguments=tuple(tls_words),
         folder=str(Path(settings.folder) / "logs") if settings.folder else "",
     )
     return make_provisioner(settings.fleet.provisioner, join, settings.fleet.options)
-
-
-def reachable(url: str, fleet: FleetConfig) -> str:
-    """The manager's address for machines: as advertised; else a name where it listens at every address."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    if fleet.advertise:
-        host = fleet.advertise
-    elif host in ANYWHERE:
-        host = "127.0.0.1" if fleet.provisioner == "local" else socket.gethostname()
-    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"
 
 
 def provide(server: ManagerServer, settings: FleetFile, url: str, token: str, tls_words: Sequence[str]) -> None:
