@@ -126,6 +126,8 @@ def test_the_paper_s_number_is_what_keeps_its_trainer_busy() -> None:
     assert size.ended(StepTimes(3.0, 100.0, 20.0, 60.0, 10.0, 0.0, remote_busy_s=600.0)) == 5
     assert size.ended(StepTimes(3.0, 100.0, 0.0, 60.0, 10.0, 0.0)) == 1
     assert PaperSize(reserved=2, ceiling=3).wanted == 3
+    nothing = PaperSize(reserved=2, ceiling=0)
+    assert nothing.ended(StepTimes(0.0, 100.0, 20.0, 60.0, 10.0, 0.0)) == 0
 
 
 def test_strategies_are_put_together_as_they_are_told_on_their_page() -> None:

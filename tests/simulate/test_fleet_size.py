@@ -14,6 +14,7 @@ from penstock.rollout.manager import Manager, ManagerConfig
 from penstock.rollout.offload import Facts, Offload, Predictor, StepTimes
 from penstock.rollout.plan import Plan
 from penstock.rollout.provision_types import InstanceView, ProvisionConfig
+from penstock.rollout.windows import Turn
 from penstock.simulate.baselines import make_strategy
 from penstock.simulate.profiles import Prices
 from penstock.simulate.traces import static_trace
@@ -97,6 +98,7 @@ def test_manager_and_simulator_come_to_the_same_number_from_the_same_facts(
             there = views(fleet, until <= busy_s, 2, until <= times.window_s)
             provisioning.tick(there, now + until, True)
         now += times.step_s
+        manager.windows.turn = Turn.TRAINING
         manager.windows.policy = Offload(facts=told.facts, plans=told.plans)
         before = provisioning.machines.wanted
         report = StepReport(step=step, step_s=times.step_s, train_s=times.train_s, trainer_wait_s=times.trainer_wait_s)

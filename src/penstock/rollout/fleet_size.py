@@ -63,8 +63,9 @@ class FleetSize:
     """How many remote instances to ask for.
 
     With W instance-seconds of generating in a step, R reserved engines and T seconds of training, n remote instances
-    make a step of max(T, (W + R T) / (R + n)) seconds and a fixed rest; an instance that lives L seconds between
-    preemptions is of use for the share L / (L + start). The number with the lowest cost of a step is wanted.
+    make a step of max(T, (W + R T) / (R + n)) seconds and a fixed rest, or of max(T, W / (R + n)) where reserved
+    engines generate beside training; an instance that lives L seconds between preemptions is of use for the share
+    L / (L + start). The number with the lowest cost of a step is wanted.
     """
 
     def __init__(self, config: FleetSizeConfig, reserved_engines: int) -> None:
@@ -76,11 +77,13 @@ class FleetSize:
         """Instance-seconds of generating a step."""
         self.train_s = 0.0
         self.rest_s = 0.0
+        self.beside = False
+        """Reserved engines generate while the trainer trains, as far as the last step tells."""
         self._losses = 0.0
         self._instance_h = FIRST_H
         self.unpaid = 0
         """Instances that are there at no cost to the budget: nobody here has asked for them."""
-        self.wanted = max(config.floor, min(config.ceiling, self._affordable, config.first))
+        self.wanted = max(self._floor, min(config.ceiling, self._affordable, config.first))
         self.cause = "nothing is known yet"
         self._asked = 0
         self._decided = False
@@ -89,7 +92,7 @@ class FleetSize:
         self._predicted: dict[int, float | None] = {}
 
     def ended(self, times: StepTimes, predictor: Predictor | None = None) -> int:
-        """Learns from a step, and returns the number wanted from here on.
+        """Learns from a step of which reserved engines had their turn, and returns the number wanted from here on.
 
         `predictor` gives the seconds of a step with so many instances, if it can; else the two sides are taken to share
         the work without loss.
@@ -112,12 +115,14 @@ class FleetSize:
                 self._predicted[asked.instances] = yield from asked.bits
         return self.wanted
 
-    def learn_step(self, times: StepTimes) -> None:
-        """Takes in how a step went."""
+    def learn_step(self, times: StepTimes, beside: bool = False) -> None:
+        """Takes in how a step went. `beside`: the window was no time that the trainer gave up."""
         if times.step_s <= 0:
             return
+        self.beside = beside
         work_s = times.remote_busy_s + self.reserved_engines * times.window_s
-        rest_s = max(0.0, times.step_s - times.window_s - times.train_s - times.trainer_wait_s)
+        own_s = times.train_s + times.trainer_wait_s + (0.0 if beside else times.window_s)
+        rest_s = max(0.0, times.step_s - own_s)
         step_h = times.step_s / 3600
         kept = math.exp(-step_h / MEMORY_H)
         # A loss may be booked a step late, when none is left: it counts for the hours before it all the same.
@@ -141,7 +146,8 @@ class FleetSize:
         if below is not None:
             return below if above is None else below + (useful - whole) * (above - below)
         engines = self.reserved_engines + useful
-        split_s = (self.work_s + self.reserved_engines * self.train_s) / engines if engines > 0 else math.inf
+        turned_s = 0.0 if self.beside else self.reserved_engines * self.train_s
+        split_s = (self.work_s + turned_s) / engines if engines > 0 else math.inf
         return max(self.train_s, split_s) + self.rest_s
 
     def _replayed(self, instances: int) -> float | None:
@@ -188,6 +194,11 @@ class FleetSize:
         paid = self.config.ceiling if price <= 0 else int(min(1e9, self.config.budget_per_h / price * (1 + 1e-9)))
         return self.unpaid + paid
 
+    @property
+    def _floor(self) -> int:
+        """What can't be paid for is not had, whatever the floor."""
+        return min(self.config.floor, self._affordable)
+
     def _best(self, least: int, most: int) -> int:
         """The cheapest number, found downhill from the one wanted: the cost has one valley but for noise."""
         at = max(least, min(most, self.wanted))
@@ -206,9 +217,9 @@ class FleetSize:
     def _decide(self) -> int:
         """Changes nothing before all that it asks for is replayed."""
         config = self.config
-        most = max(config.floor, min(config.ceiling, self._affordable))
-        best = self._best(config.floor, most)
-        bounded = max(config.floor, min(most, self.wanted))
+        most = min(config.ceiling, self._affordable)
+        best = self._best(self._floor, most)
+        bounded = max(self._floor, min(most, self.wanted))
         direction = (best > bounded) - (best < bounded)
         saving = self.step_cost(bounded) - self.step_cost(best)
         faster = self.step_s(bounded) / self.step_s(best) - 1

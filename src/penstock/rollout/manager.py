@@ -35,7 +35,7 @@ from penstock.rollout.tracker import Tracker
 from penstock.rollout.trainer_side import TrainerSide
 from penstock.rollout.versions import Versions
 from penstock.rollout.waiting import Waiting
-from penstock.rollout.windows import Windows
+from penstock.rollout.windows import Turn, Windows
 from penstock.rollout.worklog import WorkLog
 from penstock.wire import (
     MAX_FRAME_BYTES,
@@ -231,7 +231,8 @@ class Manager:
             self._turn(frame)
         elif isinstance(frame, StepReport):
             if self.provisioning is not None:
-                self.provisioning.step(frame, self.windows.policy.predictor())
+                beside = self.windows.turn is Turn.SHARED
+                self.provisioning.step(frame, self.windows.policy.predictor(), beside)
         else:
             trainer.refuse(f"a {type(frame).__name__} is an agent's frame, and came from the trainer")
         return self._decided()

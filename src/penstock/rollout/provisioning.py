@@ -65,12 +65,12 @@ class Provisioning:
         """Of the number that is wanted."""
         return self.size.cause
 
-    def step(self, report: StepReport, predictor: Predictor | None = None) -> None:
+    def step(self, report: StepReport, predictor: Predictor | None = None, beside: bool = False) -> None:
         """A step is over: it is learned from, and the number is to be thought over. `predictor`: where somebody can say
-        how long other steps would take."""
+        how long other steps would take. `beside`: reserved engines generated while the trainer trained."""
         machines = self.machines
         self.size.learn(start_s=machines.start_s, instance_price=machines.price_per_h, unpaid=machines.by_hand)
-        self.size.learn_step(self._use.step(report, self.machines.take_losses()))
+        self.size.learn_step(self._use.step(report, self.machines.take_losses()), beside)
         if self._deciding is None:
             # Else the thought goes on: with steps shorter than it, a new one each time would never end.
             self._deciding = self.size.deciding(predictor)

@@ -173,7 +173,7 @@ class PaperSize:
     def ended(self, times: StepTimes, predictor: Predictor | None = None) -> int:
         if times.train_s > 0:
             bound = math.ceil((times.remote_busy_s + times.window_s * self.reserved) / times.train_s)
-            self.wanted = max(1, min(self.ceiling, bound))
+            self.wanted = min(self.ceiling, max(1, bound))
             self.cause = f"N_prem = {bound} of at most {self.ceiling}"
         return self.wanted
 

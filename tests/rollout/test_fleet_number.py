@@ -1,0 +1,73 @@
+"""How many machines are right for a run whose own engines generate beside the trainer, or in turns with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
+from penstock.rollout.manager import Manager, ManagerConfig
+from penstock.rollout.offload import StepTimes
+from penstock.rollout.provision_types import InstanceView, ProvisionConfig
+from penstock.rollout.windows import Turn
+from penstock.wire import StepReport
+
+OWN, WORK_S, TRAIN_S = 2, 200.0, 50.0
+"""Engines of the trainer's machine; instance-seconds of generating a step; seconds of training in it."""
+
+
+def views(machines: int, samples: int) -> list[InstanceView]:
+    own = [InstanceView(f"own{k}", f"own{k}", "h", False, True, True, samples) for k in range(OWN)]
+    return own + [InstanceView(f"m{k}", f"m{k}", f"m{k}", False, True, False, samples) for k in range(machines)]
+
+
+def settled(turn: Turn, **prices: float) -> int:
+    """What a manager wants after some steps that went as its machines allowed."""
+    manager = Manager(ManagerConfig())
+    manager.provide(ProvisionConfig(ceiling=16, first=0, start_s=1, cool_down_s=1, **prices), OWN, None, 0.0)  # type: ignore[arg-type]
+    provisioning = manager.provisioning
+    assert provisioning is not None
+    now = 0.0
+    for step in range(12):
+        manager.windows.turn = turn
+        machines = provisioning.machines.wanted
+        busy_s = WORK_S / (OWN + machines) if turn is Turn.SHARED else (WORK_S + OWN * TRAIN_S) / (OWN + machines)
+        step_s = max(TRAIN_S, busy_s)
+        own_s = busy_s if turn is Turn.SHARED else step_s - TRAIN_S
+        for until_s, samples in ((0.0, 1), (own_s, 1), (step_s, 0)):
+            provisioning.tick(views(machines, samples), now + until_s, True)
+        now += step_s
+        waited_s = step_s - TRAIN_S if turn is Turn.SHARED else 0.0
+        manager.on_trainer_frame(StepReport(step=step, step_s=step_s, train_s=TRAIN_S, trainer_wait_s=waited_s), now)
+        while manager.thinking:
+            manager.think(now)
+    return provisioning.machines.wanted
+
+
+@pytest.mark.parametrize(
+    "prices",
+    [{}, {"reserved_price_per_h": 20.0, "price_per_h": 3.0}, {"reserved_price_per_h": 83.79, "price_per_h": 20.0}],
+)
+def test_engines_that_generate_beside_the_trainer_take_none_of_its_time(prices: dict[str, float]) -> None:
+    assert settled(Turn.SHARED, **prices) == WORK_S / TRAIN_S - OWN
+
+
+def test_engines_that_give_way_to_the_trainer_leave_more_to_others() -> None:
+    assert settled(Turn.TRAINING) > WORK_S / TRAIN_S - OWN
+
+
+def test_a_step_beside_the_trainer_takes_the_longer_of_the_two() -> None:
+    size = FleetSize(FleetSizeConfig(), OWN)
+    size.learn_step(StepTimes(0, 105.0, 100.0, TRAIN_S, 50.0, 0.0, 0.0), beside=True)
+    assert [size.step_s(machines) for machines in (0, 2, 6)] == [105.0, 55.0, 55.0]
+
+
+def test_what_the_budget_does_not_pay_for_is_not_wanted_whatever_the_floor() -> None:
+    config = FleetSizeConfig(floor=5, ceiling=8, budget_per_h=10.0, instance_price=4.0, reserved_price=80.0)
+    size = FleetSize(config, OWN)
+    assert size.wanted == 2
+    for _ in range(3):
+        assert size.ended(StepTimes(2, 100.0, 20.0, 60.0, 20.0, 0.0, 800.0)) == 2
+    size.learn(instance_price=1.0)
+    for _ in range(3):
+        size.ended(StepTimes(2, 100.0, 20.0, 60.0, 20.0, 0.0, 800.0))
+    assert size.wanted >= 5
