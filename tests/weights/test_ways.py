@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import gc
 import ssl
 import subprocess
@@ -25,11 +26,13 @@ from penstock.tls import client_context, server_context
 from penstock.weights import WeightStore
 from penstock.weights import mooncake as mooncake_module
 from penstock.weights import protocol as words
+from penstock.weights import tcp as tcp_module
 from penstock.weights.addresses import parse_addresses
 from penstock.weights.manifest import Encoding
 from penstock.weights.memory import Recycled
 from penstock.weights.plan import check_tensors
 from penstock.weights.protocol import LinkLost, Way
+from penstock.weights.puller import NotInTime
 from penstock.weights.relay import Relay
 from penstock.weights.shm import PREFIX, SharedFetcher, SharedLender, SharedMapper
 from penstock.weights.tcp import TcpTransport
@@ -271,6 +274,31 @@ async def test_memory_that_vanishes_in_mid_pull_is_left_for_tcp(tmp_path: Path) 
         transport.close()
 
 
+@pytest.mark.parametrize("doubted", [True, False])
+async def test_a_way_that_failed_once_is_gone_again_after_a_while(
+    doubted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not doubted:
+        monkeypatch.setattr(tcp_module, "DOUBT_S", 0.0)
+    async with store_of(0, lenders=[SharedLender(tmp_path)]) as (store, address):
+        transport = TcpTransport(TOKEN, fetchers=[SharedFetcher()])
+        for path in left(tmp_path):
+            if path.stat().st_size > 1000:
+                path.unlink()
+        if doubted:
+            assert "can't be opened" in (await fetch(address, 0, codec="raw", transport=transport)).way
+        else:
+            with pytest.raises(NotInTime):
+                await fetch(address, 0, codec="raw", transport=transport, deadline_s=0.3)
+        await asyncio.to_thread(store.publish, 1, tensors_of(1), CONFIG)
+        weights = await fetch(address, 1, codec="raw", transport=transport)
+        assert_whole(weights, 1)
+        assert weights.way.startswith("tcp (not by shm: " if doubted else "shm")
+        monkeypatch.setattr(transport, "_closed_ways", dict.fromkeys(transport._closed_ways, (0.0, "")))
+        assert (await fetch(address, 1, codec="raw", transport=transport)).way == "shm"
+        transport.close()
+
+
 async def test_shared_memory_that_was_written_over_is_found_out(tmp_path: Path) -> None:
     async with store_of(0, lenders=[SharedLender(tmp_path)]) as (store, address):
         stream = store._held._versions[0].stream
@@ -294,6 +322,28 @@ def test_where_shared_memory_is_full_other_memory_does(
     lender.close()
     with pytest.raises(WayClosed, match="no shared memory in"):
         SharedLender(tmp_path / "none")
+
+
+def test_a_store_that_starts_beside_another_takes_none_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, others = fcntl.flock, []
+
+    def beside(file: int, operation: int) -> None:
+        if not others and operation == fcntl.LOCK_EX:
+            others.append(None)
+            others.append(SharedLender(tmp_path))  # It sweeps between the other's making of a file and its lock.
+        lock(file, operation)
+
+    monkeypatch.setattr("penstock.weights.shm.fcntl.flock", beside)
+    lender = SharedLender(tmp_path)
+    assert lender._proof.exists()
+    others.clear()
+    buffer = lender.buffer(4096)
+    assert buffer is not None
+    assert len(others) == 2
+    assert Path(lender.place(buffer)).exists()
+    lender.close()
 
 
 OWNER = """

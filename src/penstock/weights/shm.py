@@ -125,10 +125,13 @@ class SharedLender:
         _remove(path, file)
 
     def _new(self) -> tuple[Path, int]:
-        path = self._folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        return path, file
+        while True:
+            path = self._folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file).st_nlink:
+                return path, file
+            os.close(file)  # Another store that starts found it without a lock, and took it for a dead one's.
 
     def _sweep(self) -> None:
         """Removes what stores of this user left that were killed."""

@@ -63,7 +63,7 @@ KEEP_LINKS = 16
 """To one source."""
 KEEP_SOURCES = 8
 DOUBT_S = 60.0
-"""An address that did not answer is tried after the source's others for so long."""
+"""An address that did not answer is tried after the source's others for so long; a faster way that failed is not."""
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +89,8 @@ class TcpTransport:
         self._io_s = io_s
         self._tls = tls
         self._fetchers = list(fetchers)
-        self._closed_ways: dict[str, str] = {}
-        """Causes, by where it leads, why a way is not gone any more: another store's may be open."""
+        self._closed_ways: dict[str, tuple[float, str]] = {}
+        """Until when, and why, a way is not gone, by where it leads: another store's may be open."""
         self._kept: dict[str, list[tuple[float, TcpLink]]] = {}
         self._out: weakref.WeakSet[TcpLink] = weakref.WeakSet()
         """Links that were given out, for as long as somebody has them."""
@@ -167,7 +167,7 @@ class TcpTransport:
 
     def keep(self, source: str, link: WeightLink) -> None:
         links = self._kept.setdefault(source, [])
-        if isinstance(link, TcpLink) and len(links) < KEEP_LINKS:
+        if isinstance(link, TcpLink) and len(links) < KEEP_LINKS and not link.makeshift:
             self._out.discard(link)
             link.kept = True
             links.append((time.monotonic(), link))
@@ -227,8 +227,10 @@ class TcpTransport:
             if way is None:
                 link.not_by(fetcher.kind, "the source has no such way to here")
                 continue
-            if cause := self._closed_ways.get(way.where):
+            until, cause = self._closed_ways.get(way.where, (0.0, ""))
+            if time.monotonic() < until:
                 link.not_by(fetcher.kind, cause)
+                link.makeshift = True
                 continue
             try:
                 link.go_by(fetcher.kind, fetcher.open(way), partial(self._closed, way))
@@ -238,8 +240,8 @@ class TcpTransport:
                 return
 
     def _closed(self, way: Way, cause: str) -> None:
-        self._closed_ways[way.where] = cause
-        log.warning("weights come by %s no longer: %s", way.kind, cause)
+        self._closed_ways[way.where] = time.monotonic() + DOUBT_S, cause
+        log.warning("weights come by %s no longer, for %.0f s: %s", way.kind, DOUBT_S, cause)
 
 
 class TcpLink:
@@ -267,6 +269,8 @@ class TcpLink:
         """Of chunks in the last reply."""
         self.ways: tuple[Way, ...] = ()
         self.kept = False
+        self.makeshift = False
+        """It lacks a faster way that may be open again by the next pull."""
         self.closed = False
         self.round_trip_s = 0.0
 
