@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import itertools
 import json
 import os
@@ -571,6 +572,49 @@ def test_the_folders_of_an_engine_that_was_killed_are_removed_by_the_next_one(tm
     assert kept.is_dir()
     assert not orphan.exists()
     living.close()
+
+
+@pytest.mark.parametrize("closed_at", ["begin", "end"])
+def test_an_engine_that_is_closed_while_a_version_is_written_leaves_nothing_of_it(
+    closed_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for parent in (first, second):
+        parent.mkdir()
+    folders, write = WeightFolders([first, second]), weight_folder.write_safetensors
+
+    def closing(path: Path, tensors: weight_folder.Tensors) -> None:
+        if closed_at == "begin":
+            folders.close()
+            path.parent.mkdir(parents=True)  # As where the close was just before it.
+        write(path, tensors)
+        folders.close()
+
+    monkeypatch.setattr(weight_folder, "write_safetensors", closing)
+    with pytest.raises(EngineError, match="closed while a weight version was written"):
+        folders.write(weights(0))
+    with pytest.raises(EngineError, match="closed while a weight version was written"):
+        folders.write(weights(1))
+    assert [*first.iterdir(), *second.iterdir()] == []
+
+
+def test_an_engine_that_begins_beside_another_takes_none_of_its_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, swept = fcntl.flock, []
+
+    def beside(file: int, operation: int) -> None:
+        if not swept:
+            swept.append(True)
+            weight_folder.remove_orphans(tmp_path)
+        lock(file, operation)
+
+    monkeypatch.setattr(weight_folder.fcntl, "flock", beside)
+    folders = WeightFolders([tmp_path])
+    assert folders.write(weights(0)).is_dir()
+    assert len(swept) == 1
+    folders.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- what a server's model is

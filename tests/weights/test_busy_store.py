@@ -94,6 +94,23 @@ async def test_versions_beyond_those_promised_are_not_held_for_encodings_that_wa
         assert_whole(await fetch(address, 8, codec="delta"), 8)
 
 
+async def test_full_encodings_of_older_versions_are_bounded_and_made_again() -> None:
+    async with store_of(0, 1, 2, 3, keep_versions=5) as (held, address):
+        kinds = ("lossless", "int8", "fp8")
+        for version in range(4):
+            for codec in kinds:
+                await fetch(address, version, codec=codec)
+        await asyncio.to_thread(held.publish, 4, tensors_of(4), CONFIG)
+        with held._held._lock:
+            full = {key: coded.result().manifest.nbytes for key, coded in held._held._coded.items() if key.base is None}
+        assert full
+        assert sum(full.values()) <= held._held._versions[4].stream.nbytes
+        assert_whole(await fetch(address, 0, codec="lossless"), 0)
+        for codec in kinds:
+            await fetch(address, 4, codec=codec)
+        assert {key.codec for key in held._held._coded if key.version == 4} == set(kinds)
+
+
 async def test_the_next_difference_is_made_ahead_again_once_the_encoder_is_free() -> None:
     async with store_of(0, 1) as (held, address):
         base = await fetch(address, 1, codec="delta", base=await fetch(address, 0, codec="raw"))

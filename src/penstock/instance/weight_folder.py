@@ -14,8 +14,9 @@ import os
 import shutil
 import struct
 import tempfile
+import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ class WeightFolders:
 
     `parents` are tried in turn. `untie`: a model whose output embedding is its input embedding is written as one that
     has two. A quantized version is written as the floats that its codes stand for, which every server takes; with
-    `codes`, as codes and scales. Not thread-safe: one call at a time.
+    `codes`, as codes and scales. One call at a time, but for `close`, which may come while a version is written: that
+    then ends with an EngineError, and nothing of it is left.
     """
 
     def __init__(self, parents: Sequence[Path] = (), untie: bool = False, codes: bool = False) -> None:
@@ -53,6 +55,9 @@ class WeightFolders:
         self._homes: dict[Path, tuple[Path, int]] = {}
         """By parent: this engine's folder there, and its lock, which the system drops when the engine is killed."""
         self._written = itertools.count()
+        self._lock = threading.Lock()
+        """Over `_homes`, and whether it is closed."""
+        self._closed = False
         for parent in self._parents:
             remove_orphans(parent)
 
@@ -79,6 +84,7 @@ class WeightFolders:
                     continue
                 return self._write(parent, weights.version, config, tensors)
             except OSError as error:
+                self._check_open()
                 refusals.append(f"{parent}: {error.strerror or error}")
         raise EngineError(
             f"weight version {weights.version} ({total >> 20} MiB) can't be written for the "
@@ -89,10 +95,22 @@ class WeightFolders:
         shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        for home, lock in self._homes.values():
+        with self._lock:
+            self._closed = True
+            homes = list(self._homes.values())
+            self._homes.clear()
+        for home, lock in homes:
             shutil.rmtree(home, ignore_errors=True)
             os.close(lock)
-        self._homes.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine was closed while a weight version was written for its server")
+
+    def _while_open(self, parts: Iterable[memoryview]) -> Iterator[memoryview]:
+        for part in parts:
+            self._check_open()
+            yield part
 
     def _write(self, parent: Path, version: int, config: Mapping[str, Any], tensors: Tensors) -> Path:
         home = self._home(parent)
@@ -101,19 +119,27 @@ class WeightFolders:
         try:
             partial.mkdir()
             (partial / "config.json").write_text(json.dumps(config))
-            write_safetensors(partial / "model.safetensors", tensors)
+            going_on = {name: (entry, self._while_open(parts)) for name, (entry, parts) in tensors.items()}
+            write_safetensors(partial / "model.safetensors", going_on)
             partial.replace(whole)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            # Who closes it may have been before what was made here last.
+            shutil.rmtree(home if self._closed else partial, ignore_errors=True)
+        self._check_open()
         return whole
 
     def _home(self, parent: Path) -> Path:
-        if parent not in self._homes:
-            home = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
-            lock = os.open(home / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._homes[parent] = (home, lock)
-        return self._homes[parent][0]
+        with self._lock:
+            self._check_open()
+            while parent not in self._homes:
+                home = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
+                lock = os.open(home / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if os.fstat(lock).st_nlink:
+                    self._homes[parent] = (home, lock)
+                else:
+                    os.close(lock)  # Another engine that begins found it without a lock, and took it for an orphan.
+            return self._homes[parent][0]
 
 
 def remove_orphans(parent: Path) -> None:

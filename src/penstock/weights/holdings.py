@@ -153,7 +153,8 @@ class Holdings:
         self._collect_coded()
 
     def _collect_coded(self) -> None:
-        """Keeps differences for chains, as long as all of them are smaller than a version; the lock is held."""
+        """Keeps the newest version's full encodings, and differences for chains and older full encodings as long as all
+        of these are smaller than a version; the lock is held."""
         newest = next(reversed(self._versions.values()), None)
         left = newest.stream.nbytes if newest else 0
         deltas = 0
@@ -161,15 +162,13 @@ class Holdings:
             coded = self._coded[key]
             if not coded.done():
                 continue
-            if _failed(coded):
+            if _failed(coded) or (key.base is None and key.version not in self._versions):
                 del self._coded[key]
-            elif key.base is not None:
+            elif key.base is not None or newest is None or key.version != newest.manifest.version:
                 left -= coded.result().manifest.nbytes
-                deltas += 1
+                deltas += key.base is not None
                 if left < 0 or deltas > KEEP_DELTAS:
                     del self._coded[key]
-            elif key.version not in self._versions:
-                del self._coded[key]
         oldest = min(self._versions, default=0)
         for key in [key for key in self._estimates if key.version < oldest]:
             del self._estimates[key]
