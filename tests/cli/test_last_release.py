@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.cli import last_release
-from penstock.cli.run_fleet import RunFleet
+from penstock.cli.run_fleet import RunFleet, fleet_file
 from penstock.config.run import RunConfig
 from penstock.errors import ProvisionError
 from penstock.observe.events import Event, Warned
@@ -86,7 +86,9 @@ class End:
         with EdgeLoop() as edge:
             fleet = self.config.fleet.model_copy(update={"release_s": self.release_s})
             config = self.config.model_copy(update={"fleet": fleet})
-            RunFleet(config, self.folder, GONE_MANAGER, "t", "t", edge, self.events.append).release()
+            fleet = RunFleet(config, fleet_file(config, self.folder), "t", "t", edge, self.events.append)
+            fleet.manager_url = GONE_MANAGER
+            fleet.release()
         told = [event.message for event in self.events if isinstance(event, Warned)]
         assert told[0].startswith("the manager did not release the run's machines")
         return "\n".join(told[1:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from penstock import cli
 from penstock.cli import run_local
 from penstock.errors import PenstockError
+from penstock.train.processes import LocalProcesses
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.toml")
 OWN = """
@@ -129,3 +132,57 @@ def test_a_run_whose_model_can_t_be_loaded_leaves_no_machine(here: Path, monkeyp
     options = [f"--fleet.options.command={script}", "--fleet.first=1", "--fleet.ceiling=1", "--fleet.release_s=30"]
     assert cli.main(["train", QUICKSTART, "--fleet.provisioner=command", *options, "--output_dir=runs"]) == 1
     assert not list(cloud.iterdir())
+
+
+def test_a_run_that_is_interrupted_while_its_manager_starts_leaves_no_machine(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It listens, and has asked for a machine before its run knows of it."""
+    script, cloud = here / "cloud.sh", here / "cloud"
+    script.write_text(CLOUD)
+    script.chmod(0o755)
+    cloud.mkdir()
+    start = LocalProcesses.start_manager
+
+    def interrupted(processes: LocalProcesses) -> str:
+        start(processes)
+        deadline = time.monotonic() + 60
+        while not list(cloud.iterdir()):
+            assert time.monotonic() < deadline, "no machine was asked for"
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalProcesses, "start_manager", interrupted)
+    prompts = (here, Prompts([1] * 64), Prompts(), None)
+    monkeypatch.setattr(run_local._Run, "_model_and_prompts", lambda run, held: prompts)
+    options = [f"--fleet.options.command={script}", "--fleet.first=1", "--fleet.ceiling=1", "--fleet.release_s=30"]
+    with contextlib.suppress(KeyboardInterrupt):
+        cli.main(["train", QUICKSTART, "--fleet.provisioner=command", *options, "--output_dir=runs"])
+    assert not list(cloud.iterdir())
+
+
+@pytest.mark.parametrize("machines", [["box"], []])
+def test_a_run_whose_manager_does_not_start_releases_what_an_earlier_one_had(
+    machines: list[str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, cloud = here / "cloud.sh", here / "cloud"
+    script.write_text(CLOUD + "echo called >> ../calls\n")
+    script.chmod(0o755)
+    cloud.mkdir()
+    for machine in machines:
+        (cloud / machine).touch()
+
+    def none(processes: LocalProcesses) -> str:
+        folder = next((here / "runs").iterdir())
+        account = {"spent": 1.0, "wanted": 1, "machines": machines, "at": time.time()}
+        (folder / "fleet_account.json").write_text(json.dumps(account))
+        raise PenstockError("the manager did not start (exit code 1)")
+
+    monkeypatch.setattr(LocalProcesses, "start_manager", none)
+    prompts = (here, Prompts([1] * 64), Prompts(), None)
+    monkeypatch.setattr(run_local._Run, "_model_and_prompts", lambda run, held: prompts)
+    options = [f"--fleet.options.command={script}", "--fleet.release_s=30"]
+    assert cli.main(["train", QUICKSTART, "--fleet.provisioner=command", *options, "--output_dir=runs"]) == 1
+    assert not list(cloud.iterdir())
+    assert (here / "calls").exists() == bool(machines), "where nothing was asked for, nobody is bothered"
+    assert "the manager did not start" in capsys.readouterr().err

@@ -151,7 +151,9 @@ async def test_machines_come_with_the_work_and_go_with_it_and_nothing_is_left(
             await house.finish(f"s{step}", busy)
         assert (await ask(house, "/fleet"))["machines"]
         with EdgeLoop() as edge:
-            end = RunFleet(made[0], tmp_path, house.url, house.token, house.token, edge, house.events.append)
+            file = fleet_file(made[0], tmp_path)
+            end = RunFleet(made[0], file, house.token, house.token, edge, house.events.append)
+            end.manager_url = house.url
             await asyncio.to_thread(end.release)
         state = await ask(house, "/fleet")
         assert state["done"]

@@ -7,6 +7,7 @@ machines and releases them itself; what may still run after that is told by name
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from penstock.observe.instances import RUN_ENDED
 from penstock.rollout.provision_edge import Account, words_of
 from penstock.rollout.provision_types import Provisioner
 from penstock.train.edge import EdgeLoop
+from penstock.train.processes import READY_FILE
 
 __all__ = ["RunFleet", "fleet_file"]
 
@@ -45,13 +47,13 @@ def fleet_file(config: RunConfig, folder: Path) -> FleetFile:
 
 
 class RunFleet:
-    """`token`: an operator's; `agent_token`: for a provisioner that has to be made here."""
+    """`file`: what the run's manager is told. `token`: an operator's; `agent_token`: for a provisioner that has to be
+    made here. It is there before the manager is, which asks for machines as soon as it listens."""
 
     def __init__(
         self,
         config: RunConfig,
-        folder: Path,
-        manager_url: str,
+        file: FleetFile,
         token: str,
         agent_token: str,
         edge: EdgeLoop,
@@ -59,8 +61,10 @@ class RunFleet:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._config = config.fleet
-        self._file = fleet_file(config, folder)
-        self._url = manager_url
+        self._file = file
+        self._ready = Path(file.folder) / READY_FILE
+        self.manager_url = ""
+        """Empty for one that may listen, and has not said so to its run."""
         self._token = token
         self._agent_token = agent_token
         self._edge = edge
@@ -75,12 +79,19 @@ class RunFleet:
             return
         self._released = True
         limit_s = self._config.release_s
+        account = Account(Path(self._file.folder) / ACCOUNT_FILE)
+        if (
+            not self.manager_url
+            and not self._ready.exists()
+            and not account.trouble
+            and not machines_of(account.read())
+        ):
+            return  # No manager has ever listened, and so none has asked for anything.
         try:
             self._edge.run(self._by_manager(limit_s), "releasing the run's machines", limit_s + 2 * CALL_S)
             return
         except (PenstockError, aiohttp.ClientError, OSError, ValueError) as error:
             self._warn(f"the manager did not release the run's machines: {error or type(error).__name__}")
-        account = Account(Path(self._file.folder) / ACCOUNT_FILE)
         saved = account.read()
         if account.trouble:
             self._warn(account.trouble)
@@ -93,10 +104,11 @@ class RunFleet:
         self._book(account, saved, last)
 
     async def _by_manager(self, limit_s: float) -> None:
+        url = self.manager_url or str(json.loads(self._ready.read_text())["url"])
         headers = {"Authorization": f"Bearer {self._token}"}
         timeout = aiohttp.ClientTimeout(total=CALL_S)
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-            asking = session.post(f"{self._url}/fleet/release", params={"cause": RUN_ENDED}, ssl=self._tls or True)
+            asking = session.post(f"{url}/fleet/release", params={"cause": RUN_ENDED}, ssl=self._tls or True)
             async with asking as response:
                 response.raise_for_status()
                 state: dict[str, Any] = await response.json()
@@ -106,14 +118,15 @@ class RunFleet:
                     left = ", ".join(row["machine"] for row in state["machines"]) or "not known"
                     raise PenstockError(f"not everything was released within {limit_s:g} s; left: {left}")
                 await asyncio.sleep(POLL_S)
-                async with session.get(f"{self._url}/fleet", ssl=self._tls or True) as response:
+                async with session.get(f"{url}/fleet", ssl=self._tls or True) as response:
                     response.raise_for_status()
                     state = await response.json()
 
     def _provisioner(self) -> Provisioner:
         from penstock.cli.provision.wiring import provisioner_of
 
-        return provisioner_of(self._file, self._url, self._agent_token, ())
+        # Nobody is to join by it: it makes no machine.
+        return provisioner_of(self._file, "http://none", self._agent_token, ())
 
     def _tell(self, last: LastRelease) -> None:
         if last.gone:

@@ -57,7 +57,7 @@ from penstock.train.learner import Learner
 from penstock.train.loop import Trainer, TrainerPorts
 from penstock.train.ports import SampleScorer
 from penstock.train.preflight import check as preflight
-from penstock.train.processes import FLEET_FILE, LocalProcesses
+from penstock.train.processes import FLEET_FILE, READY_FILE, LocalProcesses
 from penstock.train.ranks import Ranks
 from penstock.train.start import follow, make_learner
 from penstock.train.warm_start import ensure_model
@@ -191,13 +191,15 @@ class _Run:
         doors = RunDoors(config.tls, self._emit)
         processes = LocalProcesses(config, self.folder, tokens, self._emit)
         parts.callback(processes.close)
+        told = fleet_file(config, self.folder)
         if config.fleet.wanted:
-            (self.folder / FLEET_FILE).write_text(fleet_file(config, self.folder).model_dump_json(indent=2))
-        manager_url = processes.start_manager()
+            (self.folder / FLEET_FILE).write_text(told.model_dump_json(indent=2))
+            (self.folder / READY_FILE).unlink(missing_ok=True)  # An earlier manager's.
         operator, agent = tokens.of(Role.OPERATOR), tokens.of(Role.AGENT)
-        fleet = RunFleet(config, self.folder, manager_url, operator, agent, edge, self._emit, doors.own)
-        # The manager asks for machines at once: should the model not load, nobody else would release them.
+        fleet = RunFleet(config, told, operator, agent, edge, self._emit, doors.own)
+        # The manager asks for machines as soon as it listens: should the rest not start, nobody else would release them.
         parts.callback(fleet.release)
+        fleet.manager_url = manager_url = processes.start_manager()
         self._say(f"the manager listens at {manager_url}")
         self._tell_how_to_join()
         for _ in range(config.rollout.engines.count):
@@ -400,7 +402,7 @@ class _Run:
         manager, weights = self.config.manager, self.config.weights
         if manager.host in LOOPBACK:
             return
-        listens = json.loads((self.folder / "manager.json").read_text())["url"]
+        listens = json.loads((self.folder / READY_FILE).read_text())["url"]
         there, secured = reachable(listens, announced(self.config)), how_to_join(self.config.tls)
         self._say(f"other machines join with: penstock join --manager {there}{secured}")
         if weights.host in LOOPBACK:

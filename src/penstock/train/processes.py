@@ -33,6 +33,8 @@ TERMINATE_S = 3.0
 KILL_S = 1.0
 SETTLE_S = 0.5
 FLEET_FILE = "fleet.json"
+READY_FILE = "manager.json"
+"""Written by a manager once it listens, with its URL."""
 """What the manager is told of the machines that it may ask for, where the run has any."""
 
 
@@ -96,7 +98,7 @@ class LocalProcesses:
 
     def _spawn_manager(self, port: int) -> tuple[Child, Path]:
         manager, rollout = self._config.manager, self._config.rollout
-        ready_path = self._folder / "manager.json"
+        ready_path = self._folder / READY_FILE
         ready_path.unlink(missing_ok=True)
         child = self._spawn(
             "manager",
