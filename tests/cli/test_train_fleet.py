@@ -139,7 +139,9 @@ def test_a_run_that_is_interrupted_while_its_manager_starts_leaves_no_machine(
 ) -> None:
     """It listens, and has asked for a machine before its run knows of it."""
     script, cloud = here / "cloud.sh", here / "cloud"
-    script.write_text(CLOUD)
+    script.write_text(
+        CLOUD.replace("touch box; sleep 5; echo box", "touch ../asked; sleep 5; touch box ../made; echo box")
+    )
     script.chmod(0o755)
     cloud.mkdir()
     start = LocalProcesses.start_manager
@@ -147,7 +149,7 @@ def test_a_run_that_is_interrupted_while_its_manager_starts_leaves_no_machine(
     def interrupted(processes: LocalProcesses) -> str:
         start(processes)
         deadline = time.monotonic() + 60
-        while not list(cloud.iterdir()):
+        while not (here / "asked").exists():
             assert time.monotonic() < deadline, "no machine was asked for"
             time.sleep(0.01)
         raise KeyboardInterrupt
@@ -158,6 +160,10 @@ def test_a_run_that_is_interrupted_while_its_manager_starts_leaves_no_machine(
     options = [f"--fleet.options.command={script}", "--fleet.first=1", "--fleet.ceiling=1", "--fleet.release_s=30"]
     with contextlib.suppress(KeyboardInterrupt):
         cli.main(["train", QUICKSTART, "--fleet.provisioner=command", *options, "--output_dir=runs"])
+    deadline = time.monotonic() + 60
+    while not (here / "made").exists():
+        assert time.monotonic() < deadline, "the script was ended before it had made the machine"
+        time.sleep(0.01)
     assert not list(cloud.iterdir())
 
 

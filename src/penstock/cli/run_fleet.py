@@ -80,13 +80,9 @@ class RunFleet:
         self._released = True
         limit_s = self._config.release_s
         account = Account(Path(self._file.folder) / ACCOUNT_FILE)
-        if (
-            not self.manager_url
-            and not self._ready.exists()
-            and not account.trouble
-            and not machines_of(account.read())
-        ):
-            return  # No manager has ever listened, and so none has asked for anything.
+        listened = bool(self.manager_url) or self._ready.exists()
+        if not machines_of(account.read()) and not account.trouble and not listened:
+            return  # No manager has asked for anything.
         try:
             self._edge.run(self._by_manager(limit_s), "releasing the run's machines", limit_s + 2 * CALL_S)
             return

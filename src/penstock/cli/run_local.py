@@ -197,7 +197,7 @@ class _Run:
             (self.folder / READY_FILE).unlink(missing_ok=True)  # An earlier manager's.
         operator, agent = tokens.of(Role.OPERATOR), tokens.of(Role.AGENT)
         fleet = RunFleet(config, told, operator, agent, edge, self._emit, doors.own)
-        # The manager asks for machines as soon as it listens: should the rest not start, nobody else would release them.
+        # The manager asks for machines as soon as it listens: should the rest not start, nobody else releases them.
         parts.callback(fleet.release)
         fleet.manager_url = manager_url = processes.start_manager()
         self._say(f"the manager listens at {manager_url}")
