@@ -205,3 +205,61 @@ async def test_a_list_that_hangs_holds_up_no_second_try() -> None:
         await tried.wait()
     ending.cancel()
     await asyncio.gather(ending, return_exceptions=True)
+
+
+class Late:
+    """A killed manager's script goes on: its machine is there after some lists."""
+
+    def __init__(self, lists: int) -> None:
+        self.lists = lists
+        self.there: list[str] = []
+        self.released = asyncio.Event()
+
+    async def add(self, count: int) -> list[str]:
+        raise AssertionError
+
+    async def release(self, machine: str) -> None:
+        self.there.remove(machine)
+        self.released.set()
+
+    async def list(self) -> list[Seen]:
+        self.lists -= 1
+        if self.lists == 0:
+            self.there.append("late")
+        return [Seen(name) for name in self.there]
+
+    async def close(self) -> None: ...
+
+
+async def test_machines_that_were_being_asked_for_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_release, "RETRY_S", 0.001)
+    monkeypatch.setattr(last_release, "RETRY_MOST_S", 0.001)
+    late = Late(lists=20)
+    last = last_release.LastRelease(lambda: late, [], call_s=1000.0, order_s=1000.0)
+    ending = asyncio.create_task(last.carry_out(1000.0))
+    async with asyncio.timeout(30):
+        await late.released.wait()
+    assert not ending.done(), "more may come"
+    assert last.order_open
+    ending.cancel()
+    await asyncio.gather(ending, return_exceptions=True)
+    none = last_release.LastRelease(lambda: Late(lists=0), [], call_s=1000.0, order_s=0.01)
+    await none.carry_out(1000.0)
+    assert not none.order_open
+
+
+def test_an_order_may_bring_machines_for_as_long_as_a_call_takes() -> None:
+    left = [
+        last_release.order_left_s(account, 60.0, 1000.0)
+        for account in (None, {}, {"asking": 0.0}, {"asking": "x"}, {"asking": 900.0}, {"asking": 970.0})
+    ]
+    assert left == [0.0, 0.0, 0.0, 0.0, 0.0, 30.0]
+
+
+def test_an_order_that_was_under_way_when_time_is_over_is_told(end: End) -> None:
+    Cloud.there = {}
+    end.release_s = 0.2
+    end.config = end.config.model_copy(update={"fleet": end.config.fleet.model_copy(update={"call_s": 1000.0})})
+    end.account([])
+    (end.folder / "fleet_account.json").write_text(json.dumps({**end.kept, "asking": time.time()}))
+    assert "some were being asked for when the manager ended" in end.release()

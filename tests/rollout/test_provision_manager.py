@@ -201,3 +201,25 @@ def test_prices_start_up_times_and_losses_as_they_were_seen_enter_the_number() -
     assert size.config.start_s == provisioning.machines.start_s < 500.0
     assert size.preemptions_per_h > 0
     assert size.useful_share < 1
+
+
+def test_the_account_tells_of_an_order_that_is_under_way() -> None:
+    class Slow(Provided):
+        def carry_out(self, decisions: Decisions) -> None:
+            held = [call for call in decisions.calls if isinstance(call, Add)]
+            self.held = [*getattr(self, "held", []), *held]
+            super().carry_out(replace(decisions, calls=[call for call in decisions.calls if call not in held]))
+
+    world = Slow(first=1)
+    provisioning = world.manager.provisioning
+    assert provisioning is not None
+    assert provisioning.saved(world.now)["asking"] == 0.0
+    world.pass_time(1)
+    world.pass_time(1)
+    (add,) = world.held
+    began = provisioning.saved(world.now)["asking"]
+    assert began > 0
+    world.pass_time(1)
+    assert provisioning.saved(world.now)["asking"] == began
+    World.carry_out(world, world.manager.on_provisioner(add, ["spot-0"], "", world.now))
+    assert provisioning.saved(world.now)["asking"] == 0.0

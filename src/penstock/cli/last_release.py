@@ -14,7 +14,7 @@ from typing import Any
 from penstock.rollout.provision_edge import words_of
 from penstock.rollout.provision_types import Provisioner
 
-__all__ = ["LastRelease", "machines_of"]
+__all__ = ["LastRelease", "machines_of", "order_left_s"]
 
 log = logging.getLogger("penstock.provision")
 
@@ -33,11 +33,18 @@ def machines_of(account: Mapping[str, Any] | None) -> list[str]:
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
+def order_left_s(account: Mapping[str, Any] | None, call_s: float, wall_s: float) -> float:
+    """For how long an order that a manager's account tells of, and whose answer nobody takes any more, may still bring
+    machines; 0 where it tells of none."""
+    since = account.get("asking") if account else None
+    return max(0.0, since + call_s - wall_s) if isinstance(since, int | float) and since > 0 else 0.0
+
+
 class LastRelease:
     """`make`: a provisioner, or raises. `known`: machines that the account names; they are released even where no list
-    comes. `call_s`: deadline of one call."""
+    comes. `call_s`: deadline of one call. `order_s`: machines may still come for so long."""
 
-    def __init__(self, make: Callable[[], Provisioner], known: list[str], call_s: float) -> None:
+    def __init__(self, make: Callable[[], Provisioner], known: list[str], call_s: float, order_s: float = 0.0) -> None:
         self._make = make
         self._call_s = call_s
         self.left = dict.fromkeys(known, NOT_TRIED)
@@ -45,13 +52,16 @@ class LastRelease:
         self.gone: dict[str, None] = {}
         self.trouble = "there was no time for it"
         """Why there is no list; empty once one came, until the next fails."""
+        self.order_open = order_s > 0
+        """An order may still bring machines that no list has shown."""
+        self._order_s = order_s
         self._known = frozenset(known)
         self._prices: dict[str, float | None] = {}
         """Of what was ever listed."""
 
     async def carry_out(self, limit_s: float) -> None:
-        """Returns once a list shows that nothing is left, or `limit_s` have passed. Raises what making the provisioner
-        does."""
+        """Returns once a list shows that nothing is left and nothing more can come, or `limit_s` have passed. Raises
+        what making the provisioner does."""
         provisioner = self._make()
         tasks: dict[str, asyncio.Task[None]] = {}
         try:
@@ -73,6 +83,8 @@ class LastRelease:
     async def _until_done(self, provisioner: Provisioner, tasks: dict[str, asyncio.Task[None]]) -> None:
         """`tasks`: the last release of each machine. They wait neither for each other nor for a list."""
         pause_s = RETRY_S
+        loop = asyncio.get_running_loop()
+        ordered_until = loop.time() + self._order_s
 
         def release(name: str) -> None:
             tasks[name] = asyncio.create_task(self._release(provisioner, name), name=f"release of {name}")
@@ -85,6 +97,7 @@ class LastRelease:
                 if listing is None:
                     settled = {name: task for name, task in tasks.items() if task.done()}
                     confirmed = {name for name in settled if self.left.get(name) == NOT_SEEN}
+                    closed = loop.time() >= ordered_until
                     listing = asyncio.create_task(self._list(provisioner), name="last list")
                 await asyncio.wait({listing}, timeout=pause_s)
                 rows, came = None, listing.done()
@@ -107,7 +120,8 @@ class LastRelease:
                         release(name)
                     elif name in told_of:
                         release(name)
-                if not self.left and rows is not None:
+                if not self.left and rows is not None and closed:
+                    self.order_open = False
                     return
                 for name, cause in self.left.items():
                     if tasks[name].done() and cause != NOT_SEEN:

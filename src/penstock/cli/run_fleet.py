@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from penstock.cli.announced import announced
-from penstock.cli.last_release import LastRelease, machines_of
+from penstock.cli.last_release import LastRelease, machines_of, order_left_s
 from penstock.cli.run_folder import fleet_mark
 from penstock.config.fleet import ACCOUNT_FILE, FleetFile
 from penstock.config.run import RunConfig
@@ -91,7 +91,8 @@ class RunFleet:
         saved = account.read()
         if account.trouble:
             self._warn(account.trouble)
-        last = LastRelease(self._provisioner, machines_of(saved), self._config.call_s)
+        order_s = order_left_s(saved, self._config.call_s, time.time())
+        last = LastRelease(self._provisioner, machines_of(saved), self._config.call_s, order_s)
         try:
             self._edge.run(last.carry_out(limit_s), "releasing the run's machines", limit_s + 2 * CALL_S)
         except Exception as error:  # noqa: BLE001 - a user's provisioner may raise anything, and the run ends anyway
@@ -130,6 +131,8 @@ class RunFleet:
         told = [f"{name} ({cause})" for name, cause in last.left.items()]
         if last.trouble:
             told.append(f"they can't be listed: {last.trouble}")
+        if last.order_open:
+            told.append("some were being asked for when the manager ended, and no list has shown them")
         if told:
             words = "; ".join(told)
             self._warn(f"machines of the run {self._file.run} may still run and cost money: {words}")
