@@ -97,6 +97,17 @@ def test_hours_beyond_the_trace_are_told_by_what_is_left_of_it(
     assert "note: the trace ends after 0.5 hours; its last machines then stay" in capsys.readouterr().err
 
 
+def test_steps_beyond_the_trace_are_told_once_they_were_simulated(
+    hour: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["simulate", "qwen3-8b", "--trace", str(hour), "--strategies", "colocated", "--steps", "1"]
+    assert cli.main(words) == 0
+    assert "note" not in capsys.readouterr().err
+    assert cli.main([*words, "--start-h", "0.99"]) == 0
+    said = capsys.readouterr().err
+    assert "note: the trace ends after 0.01 hours; its last machines then stay: colocated on qwen3-8b took 0." in said
+
+
 def test_what_was_tuned_is_what_is_simulated(seen: Seen) -> None:
     assert cli.main(["simulate", "qwen3-8b", "--machines", "3", "--strategies", "rlboost", "--steps", "1"]) == 0
     strategy = seen.runs[0].strategy

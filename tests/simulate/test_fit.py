@@ -261,6 +261,22 @@ def test_what_the_run_leaves_open_is_said() -> None:
     said = " ".join(fitted.notes)
     for part in ("always about 16 sequences", "no reserved engine", "prices"):
         assert part in said
+    assert fitted.profile.reserved_instances == 0
+    assert "take turns" not in said
+
+
+@pytest.mark.parametrize(("window", "said"), [("off", True), ("auto", False), ("30", False)])
+def test_engines_that_generated_beside_the_trainer_are_said_to_be_simulated_otherwise(window: str, said: bool) -> None:
+    rng = random.Random(1)
+    log = log_of(worked(rng, "own", rows=20, reserved=True), worked(rng, "a", rows=30))
+    begun = log[0]
+    assert isinstance(begun, events.RunStarted)
+    log[0] = msgspec.structs.replace(
+        begun, config={**begun.config, "rollout": {**begun.config["rollout"], "window": window}}
+    )
+    notes = [note for note in fit_profile(gather(log)).notes if "take turns" in note]
+    assert bool(notes) is said
+    assert not said or "count them in --machines (1 and the others)" in notes[0]
 
 
 def full(event: Event, most_context: int) -> Event:

@@ -81,6 +81,8 @@ def test_a_machine_is_busy_while_it_works_and_waits_while_it_holds_the_weights_a
         waits = [held_s - worked[node] for node, held_s in held.items()]
         assert step.times.remote_wait_s == pytest.approx(sum(waits) / len(waits), abs=1e-3)
         assert step.times.remote_wait_s > 0.1
+        assert step.remote_waited_s == pytest.approx(sum(waits), abs=1e-3)
+        assert step.remote_ready_s == pytest.approx(sum(held.values()), abs=1e-3)
 
 
 @pytest.mark.parametrize(("link", "machines", "pull_s"), [(40.0, 3, 0.8), (20.0, 4, 1.6), (40.0, 8, 1.6)])

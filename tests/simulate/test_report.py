@@ -17,7 +17,19 @@ PROFILE = small_profile(prices=Prices(reserved=36.0, spot=3.0, on_demand=10.0))
 
 def step(number: int, began_s: float, times: StepTimes, paid_h: float, moves: int, bound_s: float) -> StepOutcome:
     causes = ((began_s, "planned"), (began_s + 1.0, "late"))
-    return StepOutcome(number, began_s, times, 1_000_000, paid_h, moves, lambda: bound_s, causes)
+    waited_s, ready_s = times.fleet * times.remote_wait_s, times.fleet * times.step_s
+    return StepOutcome(
+        number,
+        began_s,
+        times,
+        1_000_000,
+        paid_h,
+        moves,
+        lambda: bound_s,
+        causes,
+        remote_waited_s=waited_s,
+        remote_ready_s=ready_s,
+    )
 
 
 def two_steps() -> Outcome:
@@ -54,7 +66,7 @@ def test_a_row_adds_up_its_steps_by_their_length() -> None:
         "last_asked": 5,
         "mean_fleet": 2.5,
         "trainer_wait_share": 0.1,
-        "remote_wait_s": 30.0,
+        "remote_wait_share": (5.0 + 3 * 55.0) / (100.0 + 3 * 300.0),
         "regret": pytest.approx((100 / 80 + 300 / 200) / 2 - 1),
         "moves": 5,
         "preemptions": 5,
@@ -109,7 +121,7 @@ def test_each_cell_has_its_figure_and_ratios_go_by_the_first_of_the_setting() ->
         "asked for": "3.5, last 5",
         "held": "2.5",
         "trainer waits": "10.0%",
-        "remote wait": "15.0%",
+        "remote wait": "17.0%",
         "regret": "+37.5%",
     }
     assert (third["x"], third["$ x"]) == ("1.00", "1.00")
@@ -127,7 +139,8 @@ def test_json_has_each_step_with_what_stood_in_it() -> None:
         "window_s": 40.0,
         "train_s": 200.0,
         "trainer_wait_s": 25.0,
-        "remote_wait_s": 55.0,
+        "remote_waited_s": 165.0,
+        "remote_ready_s": 900.0,
         "wanted": 4,
         "wanted_cause": "it pays",
         "fleet": 3.0,

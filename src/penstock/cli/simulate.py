@@ -280,9 +280,12 @@ def _trace(args: argparse.Namespace, machines: int | None) -> Trace:
     if start_s > trace.duration_s:
         raise ConfigError(f"--start-h {args.start_h:g}: the trace ends after {trace.duration_s / 3600:.1f} hours")
     if not args.steps and start_s + 3600 * args.hours > 1.01 * trace.duration_s:
-        left_h = (trace.duration_s - start_s) / 3600
-        print(f"note: the trace ends after {left_h:.2g} hours; its last machines then stay", file=sys.stderr)
+        print(_ends((trace.duration_s - start_s) / 3600), file=sys.stderr)
     return trace.window(start_s, trace.duration_s if args.steps else 3600 * args.hours)
+
+
+def _ends(hours: float) -> str:
+    return f"note: the trace ends after {hours:.2g} hours; its last machines then stay"
 
 
 def _compare(args: argparse.Namespace, found: _Compared, machines: int | None, setting: str, count: str) -> None:
@@ -315,6 +318,9 @@ def _compare(args: argparse.Namespace, found: _Compared, machines: int | None, s
         except StuckError as error:
             outcome = error.outcome
         who, why = f"{strategy.name} on {setting}", outcome.stuck
+        if args.steps and args.trace is not None and outcome.end_s > 1.01 * trace.duration_s:
+            # With hours it was clear before.
+            print(f"{_ends(trace.duration_s / 3600)}: {who} took {outcome.end_s / 3600:.2g}", file=sys.stderr)
         if outcome.steps:
             found.rows.append(row_of(outcome, profile, setting, strategy.spot, tuned.words))
             found.outcomes.append(outcome)

@@ -47,6 +47,10 @@ class StepOutcome:
     """Why the window stood as it did, whenever that changed."""
     trainer_spans: tuple[tuple[float, float], ...] = ()
     machine_spans: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    remote_waited_s: float = 0.0
+    """Machine-seconds in which remote instances had the weights and nothing to do."""
+    remote_ready_s: float = 0.0
+    """Machine-seconds in which they had the weights."""
 
     @cached_property
     def bound_s(self) -> float:
@@ -81,6 +85,12 @@ class Outcome:
     @property
     def tokens_per_s(self) -> float:
         return sum(step.tokens for step in self.steps) / self.wall_s if self.steps else 0.0
+
+    @property
+    def remote_wait_share(self) -> float:
+        """Of the time in which remote instances had the weights."""
+        ready_s = sum(step.remote_ready_s for step in self.steps)
+        return sum(step.remote_waited_s for step in self.steps) / ready_s if ready_s > 0 else 0.0
 
     def dollars(self, reserved_per_h: float, instance_per_h: float) -> float:
         return reserved_per_h * self.wall_s / 3600 + instance_per_h * sum(step.paid_h for step in self.steps)

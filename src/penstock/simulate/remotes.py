@@ -31,6 +31,8 @@ class RemoteTimes:
     busy_s: float
     wait_s: float
     """With the weights and nothing to do, mean over machines."""
+    waited_s: float
+    """The same in all, in machine-seconds."""
     ready: list[tuple[float, float]]
     """(from, to) in which each machine had the step's weights."""
 
@@ -155,7 +157,7 @@ class Remotes:
                 # It was taken away and came again: one machine to look at.
                 back.machine.spans[:0] = past.held.machine.spans
         span_s = max(now - began_s, 1e-9)
-        return RemoteTimes(connected_s / span_s, paid_s, busy_s, wait_s / max(1, len(ready)), ready)
+        return RemoteTimes(connected_s / span_s, paid_s, busy_s, wait_s / max(1, len(ready)), wait_s, ready)
 
     # ---- within
 

@@ -31,7 +31,8 @@ class Row:
     mean_fleet: float
     """Those that it held: no more than there were."""
     trainer_wait_share: float
-    remote_wait_s: float
+    remote_wait_share: float
+    """Of the time in which remote instances had the weights."""
     regret: float
     """Mean share by which steps were longer than the clairvoyant bound."""
     moves: int
@@ -72,7 +73,7 @@ def row_of(outcome: Outcome, profile: Profile, setting: str, spot: bool = True, 
         last_asked=outcome.asked[-1].wanted,
         mean_fleet=outcome.mean_fleet,
         trainer_wait_share=outcome.trainer_wait_share,
-        remote_wait_s=sum(step.times.remote_wait_s for step in steps) / len(steps),
+        remote_wait_share=outcome.remote_wait_share,
         regret=outcome.regret,
         moves=sum(step.moves for step in steps),
         preemptions=sum(step.times.preemptions for step in steps),
@@ -137,7 +138,7 @@ def _line(row: Row, first: Row) -> tuple[str, ...]:
         _asked(row),
         f"{row.mean_fleet:.1f}",
         f"{row.trainer_wait_share:.1%}",
-        f"{row.remote_wait_s / row.step_s:.1%}",
+        f"{row.remote_wait_share:.1%}",
         f"{row.regret:+.1%}",
         row.tuned,
     )
@@ -178,7 +179,8 @@ def as_json(rows: Sequence[Row | NoRow], outcomes: Sequence[Outcome], seed: int)
                         "window_s": step.times.window_s,
                         "train_s": step.times.train_s,
                         "trainer_wait_s": step.times.trainer_wait_s,
-                        "remote_wait_s": step.times.remote_wait_s,
+                        "remote_waited_s": step.remote_waited_s,
+                        "remote_ready_s": step.remote_ready_s,
                         "wanted": asked.wanted,
                         "wanted_cause": asked.cause,
                         "fleet": step.times.fleet,

@@ -415,6 +415,8 @@ class World:
                 times=times,
                 tokens=sum(sample.length + sample.prompt_tokens for sample in step.samples),
                 paid_h=remote.paid_s / 3600,
+                remote_waited_s=remote.waited_s,
+                remote_ready_s=sum(until - at for at, until in remote.ready),
                 moves=step.moves,
                 bound=partial(lower_bound_s, self.profile, step.samples, step.began_s, remote.ready),
                 causes=tuple(step.causes),
