@@ -118,9 +118,10 @@ async def test_its_death_is_a_failed_call_with_its_last_words_and_the_next_call_
         await place.provisioner.list()
     assert await place.provisioner.list() == [Seen(name) for name in names]
     os.kill(place.pids[-1], 9)
-    while lives(place.pids[-1]):
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)
+    life = place.provisioner._child._life  # type: ignore[attr-defined]
+    async with asyncio.timeout(60):
+        while not life.over:
+            await asyncio.sleep(0.01)
     assert await place.provisioner.list() == [Seen(name) for name in names]
     assert len(set(place.pids)) == 3
 

@@ -120,3 +120,17 @@ def test_who_is_taken_away_makes_room_for_the_next_one_that_is_there() -> None:
         ("b", 0.0, 0.0),
         ("c", 2.0, 2.0 + MACHINE.boot_s),
     ]
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_machine_that_goes_and_comes_within_a_step_keeps_all_that_it_worked(back: bool) -> None:
+    changes = [(0.0, True), (1.5, False), (2.0, True), (7.0, False), *([(7.1, True)] if back else [])]
+    trace = tuple(Change(at_s, "n", there) for at_s, there in changes)
+    step = ran(small_profile(), trace, FixedSize(1)).steps[0]
+    spans = step.machine_spans["n"]
+    assert sum(end_s - at_s for at_s, end_s in spans) == pytest.approx(step.times.remote_busy_s, abs=1e-6)
+    assert list(spans) == sorted(spans)
+    begun = [at_s for at_s, _ in spans]
+    assert any(at_s < 1.5 for at_s in begun)
+    assert any(2.0 < at_s < 7.0 for at_s in begun)
+    assert any(at_s > 7.1 for at_s in begun) is back

@@ -151,11 +151,6 @@ class Remotes:
         stays = [Stay(h.machine.name, h.taken_at, h.connected_at, h.ready_at, None, False) for h in self._held.values()]
         self.world.outcome.stays.append((*(past.stay() for past in self._past), *stays))
         self._gone, self._past = self._past, []
-        for past in self._gone:
-            back = self._held.get(past.held.machine.name)
-            if back is not None:
-                # It was taken away and came again: one machine to look at.
-                back.machine.spans[:0] = past.held.machine.spans
         span_s = max(now - began_s, 1e-9)
         return RemoteTimes(connected_s / span_s, paid_s, busy_s, wait_s / max(1, len(ready)), wait_s, ready)
 

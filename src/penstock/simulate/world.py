@@ -431,9 +431,10 @@ class World:
         self._begin()
 
     def _spans(self, step: Step) -> dict[str, tuple[tuple[float, float], ...]]:
-        found = {}
+        found: dict[str, tuple[tuple[float, float], ...]] = {}
         for machine in [*self.reserved, *self.remotes.all_since(step.began_s)]:
-            found[machine.name] = tuple(machine.spans)
+            # One that was taken away and came again, however often, is one machine to look at.
+            found[machine.name] = tuple(sorted((*found.get(machine.name, ()), *machine.spans)))
             machine.spans.clear()
         return found
 
