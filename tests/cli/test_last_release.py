@@ -263,3 +263,14 @@ def test_an_order_that_was_under_way_when_time_is_over_is_told(end: End) -> None
     end.account([])
     (end.folder / "fleet_account.json").write_text(json.dumps({**end.kept, "asking": time.time()}))
     assert "some were being asked for when the manager ended" in end.release()
+    assert end.kept["asking"] > 0, "the next manager's run may have to end what it brings"
+
+
+@pytest.mark.parametrize(("faults", "told_of"), [([], False), (["throttled"] * 1000, True)])
+def test_an_order_is_in_the_account_until_a_list_came_after_it(end: End, faults: list[str], told_of: bool) -> None:
+    Cloud.there, Cloud.faults = {}, {"list": faults}
+    end.release_s = 0.2 if faults else 30.0
+    end.account([])
+    (end.folder / "fleet_account.json").write_text(json.dumps({**end.kept, "asking": 1.0}))
+    end.release()
+    assert bool(end.kept["asking"]) == told_of

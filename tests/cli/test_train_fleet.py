@@ -167,20 +167,26 @@ def test_a_run_that_is_interrupted_while_its_manager_starts_leaves_no_machine(
     assert not list(cloud.iterdir())
 
 
-@pytest.mark.parametrize("machines", [["box"], []])
+@pytest.mark.parametrize(("there", "named", "asking"), [(["box"], ["box"], 0.0), (["box"], [], 1.0), ([], [], 0.0)])
 def test_a_run_whose_manager_does_not_start_releases_what_an_earlier_one_had(
-    machines: list[str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    there: list[str],
+    named: list[str],
+    asking: float,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """`asking`: the earlier one ended while it asked for a machine, and its account can't name that."""
     script, cloud = here / "cloud.sh", here / "cloud"
     script.write_text(CLOUD + "echo called >> ../calls\n")
     script.chmod(0o755)
     cloud.mkdir()
-    for machine in machines:
+    for machine in there:
         (cloud / machine).touch()
 
     def none(processes: LocalProcesses) -> str:
         folder = next((here / "runs").iterdir())
-        account = {"spent": 1.0, "wanted": 1, "machines": machines, "at": time.time()}
+        account = {"spent": 1.0, "wanted": 1, "machines": named, "at": time.time(), "asking": asking}
         (folder / "fleet_account.json").write_text(json.dumps(account))
         raise PenstockError("the manager did not start (exit code 1)")
 
@@ -190,5 +196,5 @@ def test_a_run_whose_manager_does_not_start_releases_what_an_earlier_one_had(
     options = [f"--fleet.options.command={script}", "--fleet.release_s=30"]
     assert cli.main(["train", QUICKSTART, "--fleet.provisioner=command", *options, "--output_dir=runs"]) == 1
     assert not list(cloud.iterdir())
-    assert (here / "calls").exists() == bool(machines), "where nothing was asked for, nobody is bothered"
+    assert (here / "calls").exists() == bool(there), "where nothing was asked for, nobody is bothered"
     assert "the manager did not start" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from typing import Any
 from penstock.rollout.provision_edge import words_of
 from penstock.rollout.provision_types import Provisioner
 
-__all__ = ["LastRelease", "machines_of", "order_left_s"]
+__all__ = ["LastRelease", "machines_of", "order_left_s", "ordered_at"]
 
 log = logging.getLogger("penstock.provision")
 
@@ -33,11 +33,18 @@ def machines_of(account: Mapping[str, Any] | None) -> list[str]:
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
+def ordered_at(account: Mapping[str, Any] | None) -> float:
+    """Since when, in seconds since 1970, an order has been under way whose machines the account can't name; 0 where it
+    tells of none."""
+    since = account.get("asking") if account else None
+    return since if isinstance(since, int | float) and since > 0 else 0.0
+
+
 def order_left_s(account: Mapping[str, Any] | None, call_s: float, wall_s: float) -> float:
     """For how long an order that a manager's account tells of, and whose answer nobody takes any more, may still bring
     machines; 0 where it tells of none."""
-    since = account.get("asking") if account else None
-    return max(0.0, since + call_s - wall_s) if isinstance(since, int | float) and since > 0 else 0.0
+    since = ordered_at(account)
+    return max(0.0, since + call_s - wall_s) if since else 0.0
 
 
 class LastRelease:
@@ -176,4 +183,6 @@ class LastRelease:
             hours = max(0.0, wall_s - float(unbilled.pop(name, account["at"]))) / 3600
             spent += (price_per_h if price is None else price) * hours
         unbilled = {name: since for name, since in unbilled.items() if name in self.left}
-        return {**account, "spent": spent, "machines": list(self.left), "unbilled": unbilled, "at": wall_s}
+        booked = {**account, "spent": spent, "machines": list(self.left), "unbilled": unbilled, "at": wall_s}
+        # Told until a list came that shows what it brought.
+        return booked if self.order_open or self.trouble else {**booked, "asking": 0.0}

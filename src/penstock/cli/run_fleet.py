@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from penstock.cli.announced import announced
-from penstock.cli.last_release import LastRelease, machines_of, order_left_s
+from penstock.cli.last_release import LastRelease, machines_of, order_left_s, ordered_at
 from penstock.cli.run_folder import fleet_mark
 from penstock.config.fleet import ACCOUNT_FILE, FleetFile
 from penstock.config.run import RunConfig
@@ -80,8 +80,9 @@ class RunFleet:
         self._released = True
         limit_s = self._config.release_s
         account = Account(Path(self._file.folder) / ACCOUNT_FILE)
+        before = account.read()
         listened = bool(self.manager_url) or self._ready.exists()
-        if not machines_of(account.read()) and not account.trouble and not listened:
+        if not (machines_of(before) or ordered_at(before) or account.trouble or listened):
             return  # No manager has asked for anything.
         try:
             self._edge.run(self._by_manager(limit_s), "releasing the run's machines", limit_s + 2 * CALL_S)

@@ -33,9 +33,9 @@ TERMINATE_S = 3.0
 KILL_S = 1.0
 SETTLE_S = 0.5
 FLEET_FILE = "fleet.json"
+"""What the manager is told of the machines that it may ask for, where the run has any."""
 READY_FILE = "manager.json"
 """Written by a manager once it listens, with its URL."""
-"""What the manager is told of the machines that it may ask for, where the run has any."""
 
 
 @dataclass(slots=True)
