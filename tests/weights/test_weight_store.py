@@ -198,24 +198,24 @@ async def test_old_versions_go_once_nobody_reads_them() -> None:
 
 
 async def test_a_link_that_is_stopped_in_mid_answer_lets_go_of_where_the_rest_was_to_go() -> None:
-    memory, chunk = Recycled(), 4 << 20  # More than comes at once.
+    memory, chunk = Recycled(), 4 << 20
     store = WeightStore("run", "127.0.0.1", 0, TOKEN, chunk_bytes=chunk)
     try:
-        address = store.start()
+        proxy = Proxy(store.start())
+        proxy.stall_after = [2 * chunk + chunk // 2]
         store.publish(0, [("w", "U8", (3 * chunk,), bytes(3 * chunk))], CONFIG)
-        transport = TcpTransport(TOKEN)
-        link = await transport.connect(address)
-        staged = memory.buffer(3 * chunk)
-        await link.ask_chunks(Encoding(0), [0, 1, 2])
-        assert await link.chunks_into([0, 1, 2], [staged[k * chunk : (k + 1) * chunk] for k in range(3)]) < 3
-        del staged
-        assert memory.spare(3 * chunk) is None
-        await link.stop()
-        del link
-        async with asyncio.timeout(10):
-            # A thread that reads may still see to it.
-            while memory.spare(3 * chunk) is None:
-                await asyncio.sleep(0.01)
+        async with proxy.listening() as address:
+            link = await TcpTransport(TOKEN).connect(address)
+            staged = memory.buffer(3 * chunk)
+            await link.ask_chunks(Encoding(0), [0, 1, 2])
+            assert await link.chunks_into([0, 1, 2], [staged[k * chunk : (k + 1) * chunk] for k in range(3)]) < 3
+            del staged
+            assert memory.spare(3 * chunk) is None
+            await link.stop()
+            async with asyncio.timeout(10):
+                # A thread that reads may still see to it.
+                while memory.spare(3 * chunk) is None:
+                    await asyncio.sleep(0.01)
     finally:
         store.close()
 
