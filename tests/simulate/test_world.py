@@ -77,6 +77,28 @@ def test_reports_come_with_heartbeats_and_moves_at_the_manager_s_times(heartbeat
     assert sorted(reported)[len(reported) // 2] < 1.01 * heartbeat_s
 
 
+class _Swaps(ShortestQueue):
+    """Has two machines exchange a running sample, each time that it is asked."""
+
+    def moves(
+        self, waiting: int, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
+    ) -> list[Move]:
+        one, other = (load.instance for load in loads)
+        lasts = [[sample for sample in placed(name) if sample.running][-1:] for name in (one, other)]
+        if not all(lasts):
+            return []
+        return [Move(one, lasts[0][0].lease, other), Move(other, lasts[1][0].lease, one)]
+
+
+def test_a_move_costs_its_prefill_and_nothing_else() -> None:
+    """Both machines go on with what they were at, whenever their last event was."""
+    profile = small_profile(heartbeat_s=7.0)
+    strategy = Strategy("s", _Swaps(4), None, FixedSize(2))
+    (step,) = simulate(profile, static_trace(2, 1e9), strategy, steps=1).steps
+    assert step.moves > 10
+    assert [len(step.machine_spans[f"node{k}"]) for k in range(2)] == [1, 1]
+
+
 def test_strategies_send_as_far_ahead_as_a_run_does() -> None:
     profile = small_profile(max_pending_per_instance=5)
     for name in ("penstock", "penstock-no-moves", "disaggregated", "penstock.rollout.balance:ShortestQueue"):

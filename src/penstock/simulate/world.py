@@ -308,20 +308,25 @@ class World:
         step = self._now_step()
         machines = {machine.name: machine for machine in self.machines()}
         waiting = len(step.moved) + len(step.samples) - step.fresh
-        placed: Callable[[str], list[PlacedSample]] = lambda name: machines[name].placed()  # noqa: E731
         touched: set[str] = set()
+
+        def placed(name: str) -> list[PlacedSample]:
+            self._advance(machines[name])
+            return machines[name].placed()
+
         parked = False
         for move in ask_moves(self.strategy.balance, waiting, self.loads(list(machines.values())), placed):
+            for name in filter(None, (move.source, move.target)):
+                self._advance(machines[name])
+                touched.add(name)
             sample = self._leases.pop(move.lease, None)
             if sample is None or sample.where != move.source:
                 continue
             machines[move.source].remove(sample)
             sample.moves += 1
             step.moves += 1
-            touched.add(move.source)
             if move.target:
                 self._place(sample, machines[move.target])
-                touched.add(move.target)
             else:
                 self._requeue(sample)
                 parked = True
