@@ -83,9 +83,10 @@ def clairvoyant(profile: Profile, seed: int, order: str) -> Callable[[int], list
 
 
 profiles = st.builds(
-    lambda kv, places, base, sequence, context, faster, training, engines, spread, prompts, wait, reward, pull, share: (
+    lambda kv, places, base, sequence, context, faster, train, engines, spread, count, wait, reward, pull, share, own: (
         small_profile(
-            prompts=prompts,
+            reserved_beside=own,
+            prompts=count,
             reserved_instances=engines,
             difference_gb=pull[0],
             encode_s=pull[1],
@@ -106,7 +107,7 @@ profiles = st.builds(
                 update={"step_base_s": base / faster, "context_s": context / faster, "shared_prompts": share[1]}
             ),
             training=Training(
-                s_per_token=training, optimizer_s=0.2, switch_s=wait, micro_batch_samples=8, reward_s=reward
+                s_per_token=train, optimizer_s=0.2, switch_s=wait, micro_batch_samples=8, reward_s=reward
             ),
             lengths=Lengths(prompt_tokens=share[3], median_tokens=300, spread=spread, max_tokens=900),
         )
@@ -137,6 +138,7 @@ profiles = st.builds(
             (False, False, 1e-3, 400),
         ]
     ),
+    st.booleans(),
 )
 
 

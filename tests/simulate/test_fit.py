@@ -262,11 +262,11 @@ def test_what_the_run_leaves_open_is_said() -> None:
     for part in ("always about 16 sequences", "no reserved engine", "prices"):
         assert part in said
     assert fitted.profile.reserved_instances == 0
-    assert "take turns" not in said
+    assert "beside the trainer" not in said
 
 
-@pytest.mark.parametrize(("window", "said"), [("off", True), ("auto", False), ("30", False)])
-def test_engines_that_generated_beside_the_trainer_are_said_to_be_simulated_otherwise(window: str, said: bool) -> None:
+@pytest.mark.parametrize(("window", "beside"), [("off", True), ("auto", False), ("30", False)])
+def test_engines_that_generated_beside_the_trainer_do_so_in_the_profile(window: str, beside: bool) -> None:
     rng = random.Random(1)
     log = log_of(worked(rng, "own", rows=20, reserved=True), worked(rng, "a", rows=30))
     begun = log[0]
@@ -274,9 +274,9 @@ def test_engines_that_generated_beside_the_trainer_are_said_to_be_simulated_othe
     log[0] = msgspec.structs.replace(
         begun, config={**begun.config, "rollout": {**begun.config["rollout"], "window": window}}
     )
-    notes = [note for note in fit_profile(gather(log)).notes if "take turns" in note]
-    assert bool(notes) is said
-    assert not said or "count them in --machines (1 and the others)" in notes[0]
+    fitted = fit_profile(gather(log))
+    assert fitted.profile.reserved_beside is beside
+    assert any("generated beside the trainer" in note for note in fitted.notes) is beside
 
 
 def full(event: Event, most_context: int) -> Event:
@@ -370,6 +370,7 @@ def test_the_own_run_is_simulated_with_its_machines_when_they_were_there_and_its
     assert strategy.window is None if kind is None else isinstance(strategy.window, kind)
     if isinstance(strategy.window, FixedWindow):
         assert strategy.window.seconds == 2.5
+    assert profile.reserved_instances == int(turns)
     if not turns:
         assert profile.remote("reserved:own.1") == profile.reserved != profile.spot
 

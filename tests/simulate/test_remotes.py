@@ -44,7 +44,7 @@ class Sizes:
     def wanted(self) -> int:
         return self.numbers[0]
 
-    def ended(self, times: StepTimes, predictor: Predictor | None = None) -> int:
+    def ended(self, times: StepTimes, predictor: Predictor | None = None, beside: bool = False) -> int:
         self.numbers = self.numbers[1:] or self.numbers
         return self.wanted
 

@@ -91,13 +91,13 @@ class FleetSize:
         self._predictor: Predictor | None = None
         self._predicted: dict[int, float | None] = {}
 
-    def ended(self, times: StepTimes, predictor: Predictor | None = None) -> int:
-        """Learns from a step of which reserved engines had their turn, and returns the number wanted from here on.
+    def ended(self, times: StepTimes, predictor: Predictor | None = None, beside: bool = False) -> int:
+        """Learns from a step as `learn_step`, and returns the number wanted from here on.
 
         `predictor` gives the seconds of a step with so many instances, if it can; else the two sides are taken to share
         the work without loss.
         """
-        self.learn_step(times)
+        self.learn_step(times, beside)
         bits = self.deciding(predictor)
         while True:
             try:

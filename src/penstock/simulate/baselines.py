@@ -170,7 +170,7 @@ class PaperSize:
     def __post_init__(self) -> None:
         self.wanted = min(self.wanted, self.ceiling)
 
-    def ended(self, times: StepTimes, predictor: Predictor | None = None) -> int:
+    def ended(self, times: StepTimes, predictor: Predictor | None = None, beside: bool = False) -> int:
         if times.train_s > 0:
             bound = math.ceil((times.remote_busy_s + times.window_s * self.reserved) / times.train_s)
             self.wanted = min(self.ceiling, max(1, bound))

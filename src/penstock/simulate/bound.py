@@ -13,10 +13,10 @@ Cauchy and Schwarz
 since what is left of the product is base + sum w_i * sum c_i >= base + (sum sqrt(w_i c_i))^2 >= 2 sqrt(base) sum
 sqrt(w_i c_i). So each token has a least cost, in whatever batches it is decoded: wide ones are slow for each sequence,
 narrow ones waste machines. All of it has to be paid from the seconds that there are. Of machines: remote ones while
-they have the weights, reserved ones while nobody trains. Of sequences: one of group k is decoded for no longer than
-until the group is complete, and the trainer begins on the group after that. With weights of `price * p_k` for group k,
-which takes p_k to train on and p in all, and micro-batches of q_b, the best that a trainer can do is to train without a
-gap at the very end:
+they have the weights, reserved ones while nobody trains (all the time where they take no turns). Of sequences: one of
+group k is decoded for no longer than until the group is complete, and the trainer begins on the group after that.
+With weights of `price * p_k` for group k, which takes p_k to train on and p in all, and micro-batches of q_b, the best
+that a trainer can do is to train without a gap at the very end:
 
     sum_k p_k * begun_k <= p * end - (p^2 + sum_b q_b^2) / 2
 
@@ -122,7 +122,10 @@ class _Step:
             return remote_s(min(until_s, step_s - training.optimizer_s - self.last_s))
 
         def reserved_s(step_s: float) -> float:
-            free_s = step_s - training.optimizer_s - self.all_s - 2 * training.switch_s
+            if self.profile.reserved_beside:
+                free_s = step_s - training.optimizer_s - self.last_s - _own_s(self.profile)
+            else:
+                free_s = step_s - training.optimizer_s - self.all_s - 2 * training.switch_s
             return max(0.0, free_s) * self.profile.reserved_instances
 
         return Supply(
@@ -230,7 +233,7 @@ def lower_bound_s(
         return sum(max(0.0, min(to, began_s + until_s) - max(at, began_s)) for at, to in ready)
 
     first = min((max(0.0, at - began_s) for at, _ in ready), default=math.inf)
-    return _shortest_s(_Step(profile, samples), min(first, profile.training.switch_s), remote_s)
+    return _shortest_s(_Step(profile, samples), min(first, _own_s(profile)), remote_s)
 
 
 def least_run_s(
@@ -254,6 +257,13 @@ def least_run_s(
         at_most = _capped(ready, ceiling)
         clock_s += lower_bound_s(profile, samples(number), began_s, at_most)
     return clock_s
+
+
+def _own_s(profile: Profile) -> float:
+    """Before which no reserved machine generates."""
+    if not profile.reserved_beside:
+        return profile.training.switch_s
+    return min(profile.own_pull_s(), profile.own_pull_s(difference=True))
 
 
 def _shortest_s(step: _Step, begins_s: float, remote_s: Callable[[float], float]) -> float:

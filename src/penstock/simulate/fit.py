@@ -66,12 +66,11 @@ def fit_profile(seen: Observed, prices: Prices | None = None) -> Fitted:
         notes.append("no remote instance worked in this run: spot machines are taken to be like its reserved ones")
     if not reserved:
         notes.append("no reserved engine worked in this run: the profile has none; any would be like its remote ones")
-    elif seen.config["rollout"].get("window", "off") == "off":
+    beside = bool(reserved) and seen.config["rollout"].get("window", "off") == "off"
+    if beside:
         notes.append(
-            f"WARNING: this run's {len(seen.reserved)} reserved engines generated beside the trainer (rollout.window = "
-            '"off"), and `penstock simulate` has engines of the trainer\'s machine take turns with it: for steps as '
-            "this run had them set reserved_instances = 0, and count them in --machines "
-            f"({len(seen.reserved)} and the others)"
+            'its reserved engines generated beside the trainer (rollout.window = "off"), and do so in this profile. '
+            "Speeds are those that the two had beside each other: what turns would give can't be told from this run"
         )
     spot, own = (remote or reserved)[0], (reserved or remote)[0]
     config = seen.config
@@ -84,6 +83,7 @@ def fit_profile(seen: Observed, prices: Prices | None = None) -> Fitted:
         difference_gb=_difference(seen)[0],
         store_gbit_s=_store_gbit_s(seen, notes),
         reserved_instances=len(seen.reserved),
+        reserved_beside=beside,
         reserved=fits[own][0],
         spot=fits[spot][0],
         kinds={name: fits[name][0] for name in remote[1:]},

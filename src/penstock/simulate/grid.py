@@ -57,7 +57,10 @@ def with_values(profile: Profile, values: dict[str, float]) -> Profile:
             place = place.get(section) if isinstance(place, dict) else None  # type: ignore[assignment]
         if not isinstance(place, dict) or not isinstance(place.get(name), int | float):
             raise ConfigError(f"--grid {key}: a profile has no such number; e.g. prices.spot or lengths.median_tokens")
-        place[name] = int(value) if isinstance(place[name], int) and value == int(value) else value
+        if isinstance(place[name], bool):
+            place[name] = bool(value) if value in (0, 1) else value
+        else:
+            place[name] = int(value) if isinstance(place[name], int) and value == int(value) else value
     try:
         changed = Profile.model_validate(table)
     except ValidationError as error:

@@ -75,7 +75,12 @@ def _profile(profile: Profile, taking_turns: bool) -> Profile:
     """Without turns, engines of the trainer's machine are instances like any other."""
     if taking_turns:
         return profile
-    return profile.model_copy(update={"kinds": {**profile.kinds, RESERVED: profile.reserved}})
+    as_they_came = {
+        "reserved_instances": 0,
+        "reserved_beside": False,
+        "kinds": {**profile.kinds, RESERVED: profile.reserved},
+    }
+    return profile.model_copy(update=as_they_came)
 
 
 def _trace(seen: Observed, fitted: Fitted, taking_turns: bool) -> Trace:

@@ -116,6 +116,9 @@ class Profile(_Strict):
     store_gbit_s: Positive = 200.0
     """The link out of the reserved machines, shared by all that pull."""
     reserved_instances: Annotated[int, Field(ge=0)]
+    reserved_beside: bool = False
+    """They generate while the trainer trains, all the time (`rollout.window = "off"`), and take no turns with it. The
+    speeds of both are then those that they have beside each other, as a run's are."""
     reserved: MachineProfile
     spot: MachineProfile
     kinds: dict[str, MachineProfile] = {}
@@ -143,8 +146,14 @@ class Profile(_Strict):
         Encoding, wire and applying go on side by side, one part of `DRAFT_PARTS` after the other: the longest of them
         counts, and a part of each other one.
         """
-        gbit_s, machine = self._gbit_s(node, sharing), self.remote(node)
-        there_s = self.pull_s(node, sharing)
+        return self._agent_pull_s(self.remote(node), self._gbit_s(node, sharing), difference)
+
+    def own_pull_s(self, difference: bool = False) -> float:
+        """The same of a reserved machine that generates beside the trainer: the store's link is not between them."""
+        return self._agent_pull_s(self.reserved, self.reserved.link_gbit_s, difference)
+
+    def _agent_pull_s(self, machine: MachineProfile, gbit_s: float, difference: bool) -> float:
+        there_s = 8 * self.weights_gb / gbit_s
         if difference and self.difference_gb is not None:
             stages = (self.encode_s, 8 * self.difference_gb / gbit_s, machine.apply_s)
             there_s = min(there_s, max(stages) + (sum(stages) - max(stages)) / DRAFT_PARTS)

@@ -26,7 +26,7 @@ class SizePolicy(Protocol):
     cause: str
     """Why this number."""
 
-    def ended(self, times: StepTimes, predictor: Predictor | None = None) -> int: ...
+    def ended(self, times: StepTimes, predictor: Predictor | None = None, beside: bool = False) -> int: ...
 
 
 @dataclass
@@ -36,7 +36,7 @@ class FixedSize:
     wanted: int
     cause: str = "fixed"
 
-    def ended(self, times: StepTimes, predictor: Predictor | None = None) -> int:
+    def ended(self, times: StepTimes, predictor: Predictor | None = None, beside: bool = False) -> int:
         return self.wanted
 
 

@@ -6,7 +6,8 @@ could; it refuses to know which strategy it is running.
 
 A step: weights are there; reserved engines generate while the window is open, remote ones pull the version and
 generate; then the reserved machines hand over what they have and train, micro-batch by micro-batch of complete groups.
-The step ends with the optimizer, once everything is trained on.
+Where a profile has them generate beside the trainer, there is no window, and both work all the time. The step ends with
+the optimizer, once everything is trained on.
 """
 
 from __future__ import annotations
@@ -91,11 +92,13 @@ class World:
         self._busy = False
         self._opening = False
         """The reserved machines are about to generate."""
+        self._turns = not profile.reserved_beside
+        """The reserved machines generate or train; else they do both at once, all the time."""
         self._opened_at = 0.0
         """When they last began to, the switch included."""
         self.token_s: float | None = None
         """Training on one token, as the last step took."""
-        self._reported_at = self._moved_at = 0.0
+        self._reported_at = self._moved_at = self._own_busy_before_s = 0.0
         self._leases: dict[int, SimSample] = {}
         self._lease_numbers = itertools.count(1)
         self.step: Step | None = None
@@ -136,15 +139,18 @@ class World:
         step.groups = dict.fromkeys(range(profile.prompts), profile.samples_per_prompt)
         self.remotes.new_version()
         self.training = False
-        if (self.strategy.window is None and self.remotes.held()) or not self._wants_window():
+        if not self._turns:
+            self._hand_over(first=True)
+            self._open_soon(step, profile.own_pull_s(self.strategy.differences and number > 0))
+        elif (self.strategy.window is None and self.remotes.held()) or not self._wants_window():
             self._hand_over(first=True)
         else:
-            self._open_soon(step)
+            self._open_soon(step, profile.training.switch_s)
 
-    def _open_soon(self, step: Step) -> None:
-        """The reserved machines go from training to generating."""
+    def _open_soon(self, step: Step, ready_s: float) -> None:
+        """The reserved machines go from training to generating, or have the step's weights in so many seconds."""
         self._opening, self._opened_at = True, self.clock.now
-        self.clock.after(self.profile.training.switch_s, lambda: self._open(step), idle=True)
+        self.clock.after(ready_s, lambda: self._open(step), idle=True)
 
     def _open(self, step: Step) -> None:
         self._opening = False
@@ -196,6 +202,15 @@ class World:
         if now - self._reported_at > self.profile.heartbeat_s - JUST:
             self._reported_at = now
             self._report()
+        if self._turns:
+            self._review_turn(step)
+        if now - self._moved_at > MOVES_S - JUST:
+            self._moved_at = now
+            self._move()
+        self.outcome.stuck = self._stillness.look(step)
+        self.clock.after(TICK_S, self._tick, idle=True)
+
+    def _review_turn(self, step: Step) -> None:
         if self.window_open:
             everything = step.finished == len(step.samples)
             if everything or (self.strategy.streaming and not self._wants_window()):
@@ -204,12 +219,7 @@ class World:
             # Nobody else is left: the trainer's machines complete the step.
             self.training = False
             self._idle_over(step)
-            self._open_soon(step)
-        if now - self._moved_at > MOVES_S - JUST:
-            self._moved_at = now
-            self._move()
-        self.outcome.stuck = self._stillness.look(step)
-        self.clock.after(TICK_S, self._tick, idle=True)
+            self._open_soon(step, self.profile.training.switch_s)
 
     # ---- work
 
@@ -344,7 +354,7 @@ class World:
         tell(self.strategy.balance, "finished", sample.prompt, sample.length)
         if step.finished == len(step.samples):
             tell(self.strategy.balance, "batch_ended")
-            if self.window_open:
+            if self.window_open and self._turns:
                 # The policy is not asked: there is nothing left to generate.
                 self.clock.after(0.0, lambda: self._hand_over() if self.window_open and step is self.step else None)
 
@@ -401,6 +411,9 @@ class World:
 
     def _end(self, step: Step) -> None:
         now = self.clock.now
+        if not self._turns:
+            self.window_open = False
+            step.window_s = self._own_busy_s()
         remote = self.remotes.settle_step(step.began_s, now)
         times = StepTimes(
             fleet=remote.mean_held,
@@ -432,8 +445,14 @@ class World:
         if self.strategy.window is not None:
             self.strategy.window.ended(times)
         predictor = self.strategy.window.predictor() if isinstance(self.strategy.window, Offload) else None
-        self.remotes.want(self.strategy.size.ended(times, predictor))
+        self.remotes.want(self.strategy.size.ended(times, predictor, beside=not self._turns))
         self._begin()
+
+    def _own_busy_s(self) -> float:
+        """Of the step that ends, the mean over reserved machines, as a manager measures it."""
+        busy_s = sum(machine.busy_s for machine in self.reserved)
+        since_s, self._own_busy_before_s = busy_s - self._own_busy_before_s, busy_s
+        return since_s / max(1, len(self.reserved))
 
     def _spans(self, step: Step) -> dict[str, tuple[tuple[float, float], ...]]:
         found: dict[str, tuple[tuple[float, float], ...]] = {}
