@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import mmap
 import ssl
 import subprocess
 import sys
@@ -580,6 +581,24 @@ async def test_with_mooncake_chunks_are_read_out_of_the_stores_registered_memory
         gc.collect()
         assert len(engine.ranges) == 2  # What the store holds; memory that is gone is registered no longer.
         transport.close()
+
+
+def test_memory_that_has_the_place_of_such_as_was_given_back_stays_registered_with_mooncake(
+    engine: type[FakeEngine],
+) -> None:
+    """Pages are unmapped before anybody hears of it: another thread may have been given them by then."""
+    pages = mmap.mmap(-1, 8192)
+    made = mooncake_module._engine("127.0.0.1")
+    old, new = ((ctypes.c_char * size).from_buffer(pages) for size in (4096, 8192))
+    address = made.register(memoryview(old))
+    assert made.register(memoryview(new)) == address
+    del old
+    assert made.registered(address)
+    assert engine.ranges == {address: 8192}
+    assert made.register(memoryview(new)) == address
+    del new
+    assert not made.registered(address)
+    assert engine.ranges == {}
 
 
 async def test_a_read_that_mooncake_refuses_is_made_by_tcp(

@@ -58,8 +58,10 @@ class _Engine:
         if code:
             raise WayClosed(f"Mooncake's transfer engine does not start on {host} over {self.carrier} (code {code})")
         self.segment = f"{host}:{self._engine.get_rpc_port()}"
-        self._lock = threading.Lock()
-        self._registered: set[int] = set()
+        # Memory may be given back, by the collector of cycles, in the midst of another's registration.
+        self._lock = threading.RLock()
+        self._registered: dict[int, weakref.ref[Any]] = {}
+        """Whose memory each address is."""
 
     def register(self, buffer: memoryview) -> int:
         """The address of the whole memory that `buffer` is of, registered until that memory is given back."""
@@ -67,12 +69,16 @@ class _Engine:
         # A ctypes object would hold on to the buffer; the address alone doesn't.
         address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
         with self._lock:
-            if address not in self._registered:
+            known = self._registered.get(address)
+            if known is None or known() is not buffer.obj:
+                if known is not None:
+                    # That memory is given back, and this has its place; nobody has told of it yet.
+                    self._unregister(address, known)
                 code = self._engine.register_memory(address, whole.nbytes)
                 if code:
                     raise WayClosed(f"Mooncake registers no {whole.nbytes} bytes of memory (code {code})")
-                self._registered.add(address)
-                weakref.finalize(buffer.obj, self._unregister, address)
+                self._registered[address] = owner = weakref.ref(buffer.obj)
+                weakref.finalize(buffer.obj, self._unregister, address, owner)
         return address
 
     def registered(self, address: int) -> bool:
@@ -87,10 +93,11 @@ class _Engine:
         if code:
             raise WayClosed(f"Mooncake read nothing from {segment} (code {code})")
 
-    def _unregister(self, address: int) -> None:
+    def _unregister(self, address: int, owner: weakref.ref[Any]) -> None:
         with self._lock:
-            self._registered.discard(address)
-        self._engine.unregister_memory(address)
+            if self._registered.get(address) is owner:
+                del self._registered[address]
+                self._engine.unregister_memory(address)
 
 
 @cache
