@@ -97,9 +97,28 @@ def test_what_has_no_room_is_refused_before_it_is_filled(tmp_path: Path, monkeyp
     lender.close()
     monkeypatch.setattr(memory, "memory_left", lambda: float(3 << 30))
     host_buffer(2 << 30).release()
-    monkeypatch.setattr(weight_folder, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(weight_folder, "lies_in_memory", lambda folder: folder == tmp_path)
     monkeypatch.setattr(weight_folder, "memory_left", lambda: 4096.0)
     assert weight_folder._room(tmp_path) == 2048
+
+
+def test_a_folder_lies_in_memory_where_its_mount_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A temporary folder often does, and its file system says that half of all memory is free, whoever has it."""
+    device = tmp_path.stat().st_dev
+    here = f"{os.major(device)}:{os.minor(device)}"
+    monkeypatch.setattr(memory, "MOUNTS", tmp_path / "mountinfo")
+    assert not memory.lies_in_memory(tmp_path)
+    for kind, optional, inside in (("tmpfs", "", True), ("tmpfs", "shared:7 master:1 ", True), ("ext4", "", False)):
+        rows = [f"27 1 {here} / /x rw,relatime {optional}- {kind} none rw", "22 27 9999:1 / /dev/shm rw - tmpfs shm rw"]
+        memory.MOUNTS.write_text("\n".join(rows) + "\n")
+        assert memory.lies_in_memory(tmp_path) is inside
+    with pytest.raises(OSError, match="gone"):
+        memory.lies_in_memory(tmp_path / "gone")
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
+def test_shared_memory_lies_in_memory() -> None:
+    assert memory.lies_in_memory(Path("/dev/shm"))
 
 
 # A container with a limit

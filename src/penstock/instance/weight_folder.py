@@ -22,7 +22,7 @@ from typing import Any
 
 from penstock.errors import EngineError, WeightError
 from penstock.weights.manifest import StagedWeights, TensorEntry
-from penstock.weights.memory import memory_left
+from penstock.weights.memory import lies_in_memory, memory_left
 from penstock.weights.quantization import SCALE_SUFFIX, is_quantized, tensors_in_full
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -241,6 +241,6 @@ def _room(parent: Path) -> int:
     """Bytes that may be written below `parent`; of storage in memory half of what this machine, or container, has."""
     stat = os.statvfs(parent)
     free = stat.f_bavail * stat.f_frsize
-    if parent == SHARED_MEMORY:
+    if lies_in_memory(parent):
         return int(min(free, memory_left() / 2))
     return free

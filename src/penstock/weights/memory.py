@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.weights.transport import Lender
 
 GROUPS, GROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+MOUNTS = Path("/proc/self/mountinfo")
 BESIDE_BYTES = 64 << 20
 """That is to be left beside a version, or as much as itself where it is smaller: for chunks on their way to it."""
 
@@ -105,6 +106,19 @@ def _is_free(mapped: mmap.mmap) -> bool:
     except (BufferError, SystemError, ValueError, OSError, TypeError):
         return False
     return True
+
+
+def lies_in_memory(folder: Path) -> bool:
+    """Whether what is written there takes memory and no disk, as far as the system says. Raises OSError where there is
+    no such folder."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = [line.split() for line in MOUNTS.read_text().splitlines()]
+    except OSError:
+        return False
+    # ID parent MAJOR:MINOR root place options... - TYPE source options (proc(5))
+    return any(mount[2] == number and mount[mount.index("-") + 1] in ("tmpfs", "ramfs") for mount in mounts)
 
 
 def usable_cores() -> int:
