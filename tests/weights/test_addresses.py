@@ -210,8 +210,20 @@ async def test_a_connection_that_is_not_there_by_the_end_is_not_waited_for(monke
             await asyncio.Event().wait()
         return await open_socket(host, port)
 
+    async def hold() -> None:
+        while way.passed < CHUNK + 4096:
+            await asyncio.sleep(0)
+        way.passing.clear()
+        while opened < 3:
+            await asyncio.sleep(0)
+        way.passing.set()
+
     opened = 0
     monkeypatch.setattr("penstock.weights.tcp.open_socket", first_alone)
     async with store_of(0) as (_, address):
-        assert_whole(await fetch(address, 0, codec="raw", connections=3), 0)
+        way = Between(address, [])
+        async with way.listening() as source:
+            holding = asyncio.create_task(hold())
+            assert_whole(await fetch(source, 0, codec="raw", connections=3), 0)
+            assert holding.done()
     assert opened == 3

@@ -52,6 +52,9 @@ class Between:
         self.pause_s = 0.0
         """After each piece: a slow link."""
         self.piece_bytes = 4096
+        self.passing = asyncio.Event()
+        """While it is not set, nothing passes."""
+        self.passing.set()
         self.cut = asyncio.Event()
         """A connection was reset."""
 
@@ -93,6 +96,7 @@ class Between:
                 budget -= len(data)
                 self.passed += len(data)
                 await asyncio.sleep(self.pause_s)
+                await self.passing.wait()
             while unsent(sock):
                 await asyncio.sleep(0)
         finally:
