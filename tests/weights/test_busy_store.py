@@ -298,3 +298,17 @@ async def test_a_store_that_is_closed_with_work_waiting_lets_go_of_what_it_held(
             holding.release(version)
         assert version.readers == 0
         assert holding.encodings() == []
+
+
+@pytest.mark.parametrize("joined", [(), ("lossless",), ("lossless", "int8")])
+async def test_full_encodings_of_older_versions_push_no_chain_of_differences_out(joined: tuple[str, ...]) -> None:
+    async with store_of(0, keep_versions=3) as (held, address):
+        away = follower = await fetch(address, 0, codec="raw")
+        for version in range(1, 9):
+            await asyncio.to_thread(held.publish, version, tensors_of(version), CONFIG)
+            follower = await fetch(address, version, codec="delta", base=follower)
+            for codec in joined:
+                await fetch(address, version, codec=codec)
+        back = await fetch(address, 8, codec="delta", base=away)
+        assert_whole(back, 8)
+        assert codecs(back) == [f"delta:{version}" for version in range(1, 9)]

@@ -153,12 +153,13 @@ class Holdings:
         self._collect_coded()
 
     def _collect_coded(self) -> None:
-        """Keeps the newest version's full encodings, and differences for chains and older full encodings as long as all
-        of these are smaller than a version; the lock is held."""
+        """Keeps the newest version's full encodings, and differences for chains, then older full encodings, as long as
+        all of these are smaller than a version; the lock is held."""
         newest = next(reversed(self._versions.values()), None)
         left = newest.stream.nbytes if newest else 0
         deltas = 0
-        for key in sorted(self._coded, key=lambda key: key.version, reverse=True):
+        # Differences first: an older full encoding can be made again, and one of versions that are gone can't.
+        for key in sorted(self._coded, key=lambda key: (key.base is not None, key.version), reverse=True):
             coded = self._coded[key]
             if not coded.done():
                 continue
