@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from penstock.weights import shm
 from penstock.weights.mapped import MappedFile
 from penstock.weights.protocol import LinkLost
 from penstock.weights.shm import PREFIX, SharedFetcher, SharedLender, SharedMapper
-from penstock.weights.tcp import TcpTransport
+from penstock.weights.tcp import KEEP_S, TcpTransport
 from penstock.weights.transport import WayClosed
 
 NBYTES = 1 << 20
@@ -179,3 +181,48 @@ async def test_a_source_that_ended_leaves_nothing_mapped_once_links_are_let_go(t
     assert len(mapped_here(tmp_path)) == 1
     transport.close()
     assert mapped_here(tmp_path) == []
+
+
+async def test_a_source_that_ended_leaves_nothing_mapped_once_another_one_is_asked(tmp_path: Path) -> None:
+    """As an engine beside this one does, when it is killed and comes again at another port."""
+    transport = TcpTransport(TOKEN, fetchers=[SharedFetcher()])
+    for version in range(4):
+        async with store_of(version, lenders=[SharedLender(tmp_path)]) as (_, address):
+            assert_whole(await fetch(address, version, codec="raw", transport=transport), version)
+        assert len(mapped_here(tmp_path)) == 1
+        async with asyncio.timeout(10):
+            while not all(link.hung_up() for links in transport._kept.values() for _, link in links):
+                await asyncio.sleep(0.01)
+    transport.close()
+
+
+async def test_a_source_that_nobody_asks_any_more_is_let_go_of_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = TcpTransport(TOKEN, fetchers=[SharedFetcher()])
+    one, other = (store_of(version, lenders=[SharedLender(tmp_path)]) for version in (0, 1))
+    async with one as (_, first), other as (_, second):
+        await fetch(first, 0, codec="raw", transport=transport)
+        await fetch(second, 1, codec="raw", transport=transport)
+        assert len(mapped_here(tmp_path)) == 2
+        later = time.monotonic() + KEEP_S
+        monkeypatch.setattr("penstock.weights.tcp.time.monotonic", lambda: later)
+        await fetch(second, 1, codec="raw", transport=transport)
+        assert len(mapped_here(tmp_path)) == 1
+    transport.close()
+
+
+def test_a_process_that_was_forked_off_takes_no_lock_along(
+    tmp_path: Path, lender: SharedLender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, parent = lent(lender), os.getpid()
+    file = os.open(lender.place(buffer), os.O_RDONLY)
+    assert shm._lock(file, fcntl.F_RDLCK)
+    # A child's descriptor is another, of the same open file.
+    inherited = os.dup(file)
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: parent + 1)
+        shm._leave(inherited, parent)
+    assert not lender.claim(buffer)
+    shm._leave(file, parent)
+    assert lender.claim(buffer)

@@ -73,3 +73,23 @@ async def test_a_handshake_that_is_cut_is_tried_again_and_named(
         with pytest.raises(NotInTime, match="it ended the connection in the handshake, as one does that speaks no TLS"):
             await fetch(address, 0, transport=transport, deadline_s=1.0)
     assert "trying again" in caplog.text
+
+
+@pytest.mark.parametrize("secure", [False, True])
+async def test_a_kept_link_whose_source_is_gone_is_closed_when_another_is_asked(papers: Papers, secure: bool) -> None:
+    tls = papers.server(client_ca=False)
+    context = server_context(tls.cert, tls.key, "", lambda _: None) if secure else None
+    transport = TcpTransport(TOKEN, tls=client_context(papers.ca_file) if secure else None)
+    async with store_of(0, tls=context) as (_, address):
+        await fetch(address, 0, transport=transport)
+    links = [link for kept in transport._kept.values() for _, link in kept]
+    assert links
+    assert not any(link.closed for link in links)
+    async with store_of(1, tls=context) as (_, address):
+        async with asyncio.timeout(10):
+            while not all(link.hung_up() for link in links):
+                await asyncio.sleep(0.01)
+        await fetch(address, 1, transport=transport)
+        assert all(link.closed for link in links)
+        assert len(transport._kept) == 1
+        transport.close()

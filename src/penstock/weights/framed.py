@@ -54,6 +54,10 @@ class Framed(Protocol):
 
     async def stop(self) -> None: ...
 
+    def hung_up(self) -> bool:
+        """Whether the other end, which has nothing to say just now, has closed it."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -165,6 +169,14 @@ class FramedSocket:
     async def stop(self) -> None:
         """Closes it, and returns once nothing more is written anywhere."""
         await self._bulk.stop()
+
+    def hung_up(self) -> bool:
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def close(self) -> None:
         self._bulk.close()

@@ -206,9 +206,9 @@ class SharedMapper:
             mapped = self._kept.get(path)
             if mapped is None or len(mapped) != nbytes or not mapped.is_of(file):
                 mapped = self._kept[path] = MappedFile(file, nbytes)
-            return mapped.seen(functools.partial(_leave, file))
+            return mapped.seen(functools.partial(_leave, file, os.getpid()))
         except BaseException as error:
-            _leave(file)
+            _leave(file, os.getpid())
             if isinstance(error, OSError | ValueError):
                 raise WayClosed(f"shared memory {place} can't be mapped: {error}") from error
             raise
@@ -217,10 +217,12 @@ class SharedMapper:
         self._kept = {}
 
 
-def _leave(file: int) -> None:
+def _leave(file: int, owner: int) -> None:
+    """`owner`: the process that opened it, whose lock it is; one that was forked off shares the open file."""
     # A mapping refers to the open file that it was made of, and would keep its lock.
-    with contextlib.suppress(OSError):
-        _lock(file, fcntl.F_UNLCK)
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):
+            _lock(file, fcntl.F_UNLCK)
     os.close(file)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -126,10 +127,7 @@ class TcpTransport:
         """The source's addresses: first those that answered lately, of them the one that fewest links go to, and of
         those one with a link that is kept."""
         now = time.monotonic()
-        for since, link in list(self._kept.get(source, ())):
-            if now - since >= KEEP_S:
-                self._kept[source].remove((since, link))
-                link.close()
+        self._let_go_of_old(now)
         kept = {link.address for _, link in self._kept.get(source, ())}
         going = self._going + Counter(link.address for link in self._out if not link.closed)
         addresses = [format_address(host, port) for host, port in parse_addresses(source)]
@@ -138,6 +136,16 @@ class TcpTransport:
             turns,
             key=lambda one: (self._doubted.get(one, now) > now, going[one], one not in kept, turns[one]),
         )
+
+    def _let_go_of_old(self, now: float) -> None:
+        """Closes kept links that are too old or broken, also those to sources that nobody asks any more: what is mapped
+        of a source's memory stays so as long as a link to it."""
+        for links in self._kept.values():
+            for since, link in list(links):
+                if now - since >= KEEP_S or link.hung_up():
+                    links.remove((since, link))
+                    link.close()
+        self._kept = {source: links for source, links in self._kept.items() if links}
 
     async def _reached(
         self, source: str, addresses: Sequence[str], connect_s: float
@@ -219,6 +227,7 @@ class TcpTransport:
                 said[fetcher.kind] = fetcher.says()
             except WayClosed as error:
                 link.not_by(fetcher.kind, str(error))
+                link.makeshift |= _may_pass(error)
         return said
 
     def _choose_way(self, link: TcpLink, fetchers: Sequence[Fetcher]) -> None:
@@ -236,6 +245,7 @@ class TcpTransport:
                 link.go_by(fetcher.kind, fetcher.open(way), partial(self._closed, way))
             except WayClosed as error:
                 link.not_by(fetcher.kind, str(error))
+                link.makeshift |= _may_pass(error)
             else:
                 return
 
@@ -409,6 +419,10 @@ class TcpLink:
             self._on_closed(str(error))
             raise LinkLost(str(error)) from error
 
+    def hung_up(self) -> bool:
+        """Of a link that is kept: whether its other end is gone."""
+        return self._framed.hung_up()
+
     async def stop(self) -> None:
         self._on_fault()
         await self._framed.stop()
@@ -441,6 +455,12 @@ class TcpLink:
         if isinstance(reply, Refused):
             raise refusal(reply, self._source)
         return reply
+
+
+def _may_pass(error: WayClosed) -> bool:
+    """Whether a way that can't be opened now may be in a moment, since only descriptors or memory are short."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def _by_number(heard: Heard | None, chunks: Sequence[tuple[int, memoryview]]) -> Told:

@@ -133,6 +133,9 @@ class TlsSocket:
         """Closes it; what is read is written by the caller's own task."""
         self.close()
 
+    def hung_up(self) -> bool:
+        return self._reader.at_eof() or self._reader.exception() is not None
+
     def close(self) -> None:
         self._writer.close()
 
