@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import fcntl
 import gc
 import mmap
+import os
 import ssl
 import subprocess
 import sys
 import types
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from test_transfer import CHUNK, CONFIG, TOKEN, assert_whole, codecs, fetch, store_of, tensors_of
@@ -30,7 +32,7 @@ from penstock.weights import protocol as words
 from penstock.weights import tcp as tcp_module
 from penstock.weights.addresses import parse_addresses
 from penstock.weights.manifest import Encoding
-from penstock.weights.memory import Recycled
+from penstock.weights.memory import NoMemory, Recycled
 from penstock.weights.plan import check_tensors
 from penstock.weights.protocol import LinkLost, Way
 from penstock.weights.puller import NotInTime
@@ -297,6 +299,63 @@ async def test_a_way_that_failed_once_is_gone_again_after_a_while(
         assert weights.way.startswith("tcp (not by shm: " if doubted else "shm")
         monkeypatch.setattr(transport, "_closed_ways", dict.fromkeys(transport._closed_ways, (0.0, "")))
         assert (await fetch(address, 1, codec="raw", transport=transport)).way == "shm"
+        transport.close()
+
+
+@pytest.mark.parametrize("short_at", [0, 1, 2])
+async def test_a_store_that_once_had_no_shared_memory_has_it_for_the_next_version(
+    short_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(nbytes: int) -> None:
+        raise NoMemory("short")
+
+    async with store_of(lenders=[SharedLender(tmp_path)]) as (store, address):
+        transport = TcpTransport(TOKEN, fetchers=[SharedFetcher()])
+        ways = []
+        for version in range(8):
+            with monkeypatch.context() as patched:
+                if version == short_at:
+                    patched.setattr("penstock.weights.shm.check_room", none)
+                await asyncio.to_thread(store.publish, version, tensors_of(version), CONFIG)
+            ways.append((await fetch(address, version, codec="raw", transport=transport)).way == "shm")
+        assert ways == [version != short_at for version in range(8)]
+        transport.close()
+
+
+def test_memory_that_a_lender_lacked_once_is_its_own_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lender = SharedLender(tmp_path)
+    memory = Recycled(lender=lender)
+    with monkeypatch.context() as patched:
+        patched.setattr(lender, "buffer", lambda nbytes: None)
+        first = memory.buffer(8192)
+        assert not lender.place(first)
+        del first
+        assert not lender.place(memory.buffer(8192)), "used again, where there is no other"
+    both = [memory.buffer(8192) for _ in range(2)]
+    assert all(lender.place(buffer) for buffer in both)
+    both.clear()
+    assert lender.place(memory.buffer(8192))
+    lender.close()
+
+
+@pytest.mark.parametrize(("code", "again"), [(errno.EMFILE, True), (errno.ENOENT, False)])
+async def test_shared_memory_that_could_not_be_looked_at_for_want_of_a_descriptor_is_tried_by_the_next_pull(
+    code: int, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not where it is not to be seen at all: a link costs a handshake."""
+    async with store_of(0, lenders=[SharedLender(tmp_path)]) as (_, address):
+        transport = TcpTransport(TOKEN, fetchers=[SharedFetcher()])
+
+        def refused(path: Any, *how: Any, **options: Any) -> int:
+            raise OSError(code, os.strerror(code))
+
+        with monkeypatch.context() as patched:
+            patched.setattr("penstock.weights.shm.os.open", refused)
+            assert os.strerror(code) in (await fetch(address, 0, codec="raw", transport=transport)).way
+        assert any(transport._kept.values()) is not again
+        assert ((await fetch(address, 0, codec="raw", transport=transport)).way == "shm") is again
         transport.close()
 
 

@@ -70,14 +70,22 @@ class Recycled:
         """A pull was cut: it leaves a task group and its error, which refer to each other and to what was staged."""
 
     def spare(self, nbytes: int) -> memoryview | None:
-        """One that was given out before, where nothing refers to it any more; its content is anything."""
+        """One that was given out before, where nothing refers to it any more, the lender's first; its content is
+        anything."""
+        other = None
         for mapped in self._held:
             if len(mapped) == nbytes and _is_free(mapped):
                 view = memoryview(mapped)
-                if self._lender is None or self._lender.claim(view):
+                if self._lender is None or (self._is_lent(view) and self._lender.claim(view)):
                     return view
-                view.release()
-        return None
+                if other is None and not self._is_lent(view):
+                    other = view
+                else:
+                    view.release()
+        return other
+
+    def _is_lent(self, view: memoryview) -> bool:
+        return self._lender is not None and bool(self._lender.place(view))
 
     def buffer(self, nbytes: int) -> memoryview:
         """A writable buffer of `nbytes`, whose content is anything."""
@@ -86,10 +94,16 @@ class Recycled:
             gc.collect()
             spare = self.spare(nbytes)
             self.littered = spare is None
+        # That a lender had no memory once says nothing of today.
+        lent = None
+        if self._lender is not None and not (spare is not None and self._is_lent(spare)):
+            lent = self._lender.buffer(nbytes)
         if spare is not None:
-            return spare
+            if lent is None:
+                return spare
+            spare.release()
         self._held = [mapped for mapped in self._held if not _is_free(mapped)]
-        buffer = (self._lender.buffer(nbytes) if self._lender is not None else None) or host_buffer(nbytes)
+        buffer = host_buffer(nbytes) if lent is None else lent
         if isinstance(buffer.obj, mmap.mmap) and len(self._held) < self._most:
             self._held.append(buffer.obj)
         return buffer

@@ -35,9 +35,21 @@ class Spares:
         with self._lock:
             # A model does not change its size: memory of another is of no more use.
             self._held = [spare for spare in self._held if spare.nbytes == nbytes]
-            for spare in self._held:
-                if all(lender.claim(spare) for lender in self._lenders):
-                    self._held = [other for other in self._held if other is not spare]
-                    return spare
-        lent = (lender.buffer(nbytes) for lender in self._lenders)
-        return next((buffer for buffer in lent if buffer is not None), None) or host_buffer(nbytes)
+            lent = [spare for spare in self._held if any(lender.place(spare) for lender in self._lenders)]
+            if (spare := self._claimed(lent)) is not None:
+                return spare
+        # Before a spare that is no lender's: that there was none of its memory once says nothing of today.
+        for lender in self._lenders:
+            if (buffer := lender.buffer(nbytes)) is not None:
+                return buffer
+        with self._lock:
+            spare = self._claimed(self._held)
+        return host_buffer(nbytes) if spare is None else spare
+
+    def _claimed(self, spares: Sequence[memoryview]) -> memoryview | None:
+        """The first that nobody looks at, for the caller to write to; the lock is held."""
+        for spare in spares:
+            if all(lender.claim(spare) for lender in self._lenders):
+                self._held = [other for other in self._held if other is not spare]
+                return spare
+        return None
