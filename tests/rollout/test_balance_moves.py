@@ -106,6 +106,27 @@ def test_a_sample_is_moved_by_choice_no_more_than_allowed() -> None:
     assert learned(max_moves=3).moves(0, loads, held.__getitem__)
 
 
+def test_a_sample_that_waits_goes_where_there_is_a_place_however_often_it_was_moved() -> None:
+    """Else what a full memory keeps putting back ends a step alone, beside machines with nothing to do."""
+    held = {"i0": rows(1, 8) + rows(50, 4, running=False, moves=5), "i1": rows(100, 2)}
+    loads = [InstanceLoad("i0", 12, 8, pending=4), InstanceLoad("i1", 2, 8)]
+    assert {move.lease for move in learned(max_moves=3).moves(0, loads, held.__getitem__)} == {50, 51, 52, 53}
+    assert learned(max_moves=0).moves(0, loads, held.__getitem__) == []
+    held["i0"] = rows(1, 8) + rows(50, 4, running=False, moves=24)
+    assert learned(max_moves=3).moves(0, loads, held.__getitem__) == [], "but not for ever"
+
+
+def test_what_waits_at_an_instance_goes_to_one_that_came_while_a_plan_holds_up_to_the_plan_s_limit() -> None:
+    policy = learned()
+    policy.follow(Plan(Limits(0.25, 0.25), Limits(), 10.0))
+    new = InstanceLoad("new", 1, 32)
+    loads = [InstanceLoad("i0", 40, 32, pending=8), InstanceLoad("own", 32, 32, reserved=True), new]
+    held = {"i0": rows(0, 32) + rows(50, 8, running=False), "own": rows(100, 32), "new": rows(200, 1)}
+    assert policy.assign(Queue(0, elapsed_s=1.0), loads) == []
+    moves = policy.moves(0, loads, held.__getitem__)
+    assert [(move.lease, move.target) for move in moves] == [(50 + k, "new") for k in range(7)]
+
+
 def test_a_move_that_gains_too_little_is_not_made() -> None:
     held = {"i0": rows(1, 24), "i1": rows(100, 1)}
     loads = [InstanceLoad("i0", 24, 32), InstanceLoad("i1", 1, 32)]
@@ -260,7 +281,7 @@ def test_a_sample_is_moved_once_an_answer_and_only_from_where_it_is(
     for move in found:
         sample = next(row for row in held[move.source] if row.lease == move.lease)
         assert move.source != move.target
-        assert sample.moves < 3
+        assert sample.moves < (3 if sample.running else 24)
     for load in loads:
         arrived = sum(move.target == load.instance for move in found)
         if any(not next(r for r in held[m.source] if r.lease == m.lease).running for m in found):

@@ -10,8 +10,8 @@ Four decisions on top of the shortest queue:
   all that there is room for wait, and what was handed over goes on in their place.
 - Nothing waits anywhere, and one instance would finish much later than another: running samples move, those with the
   longest expected remainder first, if the later of the two then ends earlier by more than a margin and by more than the
-  time between two reports, the prefill of what is moved counted at its learned price. A sample is moved by choice at
-  most `max_moves` times.
+  time between two reports, the prefill of what is moved counted at its learned price. A sample that runs is moved by
+  choice at most `max_moves` times.
 
 Until speeds are learned it is the shortest queue.
 """
@@ -31,6 +31,9 @@ __all__ = ["Balanced"]
 
 PAIRS = 4
 """Most and least loaded instances looked at for one answer, whose cost then does not grow with the fleet."""
+WAITING = 8
+"""So many times as often as one that runs, a sample that waits is moved: it pays no prefill that it would not pay where
+it is."""
 LATELY = 0.1
 """Weight of the newest report in a running mean over the fleet's."""
 GOLDEN = 0x9E3779B97F4A7C15
@@ -222,7 +225,7 @@ class Balanced(ShortestQueue):
         planned = self.plan is not None and self._elapsed_s is not None
         if planned and len({load.reserved for load in loads}) > 1 and all(load.samples for load in loads):
             # Unequal on purpose: what the reserved engines hold when they turn to training goes to the others then.
-            return []
+            return self._move_pending(loads, placed)
         found = self._move_pending(loads, placed)
         return found or self._move_running(loads, placed)
 
@@ -250,20 +253,25 @@ class Balanced(ShortestQueue):
     def _move_pending(
         self, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
     ) -> list[Move]:
-        free = {load.instance: self.places(load) - load.samples for load in loads if not load.pending}
+        free = {load.instance: self._most(load) - load.samples for load in loads if not load.pending}
         total = sum(max(0, count) for count in free.values())
         found: list[Move] = []
         for load in sorted(loads, key=lambda load: -load.pending)[:PAIRS]:
             if not load.pending or total <= 0:
                 break
             for sample in placed(load.instance):
-                if sample.running or sample.moves >= self.max_moves or total <= 0:
+                if sample.running or sample.moves >= WAITING * self.max_moves or total <= 0:
                     continue
                 target = max(free, key=lambda name: free[name])
                 found.append(Move(load.instance, sample.lease, target))
                 free[target] -= 1
                 total -= 1
         return found
+
+    def _most(self, load: InstanceLoad) -> int:
+        """Samples that an instance may run, by its memory and by the plan."""
+        places = self.places(load)
+        return places if self._shares is None else min(places, limited(load.max_running, self._shares[load.reserved]))
 
     def _move_running(
         self, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
