@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.bench import scripted_trace
-from penstock.bench.scripted_trace import Measured
+from penstock.bench.scripted_trace import Measured, Round
 from penstock.instance.engine import SequenceStart
 from penstock.instance.paced import paced_tokens
 from penstock.observe.events import InstanceChanged, WeightsLoaded, WindowChanged
@@ -61,7 +61,7 @@ def test_the_simulator_does_as_many_steps_and_none_is_stuck_when_the_fleet_vanis
     # Its own machines generated all of the last step.
     assert steps[2].times.fleet == 0
     assert steps[2].times.window_s > steps[0].times.window_s
-    results = {result.what: result for result in scripted_trace._compare(measured(), steps)}
+    results = {result.what: result for result in scripted_trace._results([Round(measured(), steps)])}
     assert results["changes of the window that no event explains"].value == 0
     assert results["trainer waits, real loop"].value == pytest.approx(2.9 / 8.0)
 
@@ -75,15 +75,31 @@ def test_windows_that_events_do_not_account_for_are_counted(fault: str) -> None:
         run.steps[1]["window_s"] = 2.0
     else:
         next(event for event in run.events if isinstance(event, WindowChanged)).cause = ""
-    results = {result.what: result for result in scripted_trace._compare(run, scripted_trace._simulate(measured()))}
+    results = {r.what: r for r in scripted_trace._results([Round(run, scripted_trace._simulate(measured()))])}
     row = results["changes of the window that no event explains"]
     assert (row.value, row.met) == (1.0, False)
 
 
+def test_of_several_rounds_the_median_counts_and_of_what_must_not_be_the_sum() -> None:
+    rounds = []
+    for wait_s in (2.9, 0.5, 3.2):
+        run = measured()
+        for step in run.steps:
+            step["trainer_wait_s"], step["step_s"] = wait_s, 5.1 + wait_s
+        run.steps[1]["window_s"] = 2.0
+        rounds.append(Round(run, scripted_trace._simulate(measured())))
+    results = {result.what: result for result in scripted_trace._results(rounds)}
+    assert results["trainer waits, real loop"].value == pytest.approx(rounds[0].wait)
+    ratio = results["trainer waits, real loop / simulator"]
+    assert ratio.value == pytest.approx(sorted(each.wait / each.sim_wait for each in rounds)[1])
+    assert ratio.note.count(",") == 2
+    assert results["changes of the window that no event explains"].value == 3
+
+
 def test_the_simulator_is_given_the_lengths_that_paced_engines_draw() -> None:
-    number = 5
-    seed = sample_seed(scripted_trace.RUN_SEED, SampleId("train-2", 0, number))
+    number, run_seed = 5, 2
+    seed = sample_seed(run_seed, SampleId("train-2", 0, number))
     sampling = Sampling(max_new_tokens=scripted_trace.MOST_TOKENS, stop_ids=(scripted_trace.STOP_ID,))
     start = SequenceStart(0, seed, [0], [], sampling)
     drawn, _ = paced_tokens(start, 0, scripted_trace.MOST_TOKENS, scripted_trace.VOCAB, 1 / scripted_trace.MEAN_TOKENS)
-    assert scripted_trace._samples(2)[number].length == len(drawn)
+    assert scripted_trace._samples(run_seed, 2)[number].length == len(drawn)

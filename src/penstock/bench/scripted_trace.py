@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from penstock.bench.common import Result, at_most
@@ -70,7 +71,7 @@ MICRO_BATCH_SAMPLES = 16
 TRAIN_TOKEN_S = 2.8e-4
 HEARTBEAT_S = 0.5
 SCRIPT = (2, 6, 0, 3)
-RUN_SEED = 0
+ROUNDS = 3
 STUCK = 2.0
 """A step that takes so many times the simulator's longest is called stuck."""
 EXPLAINED_S = 0.3
@@ -82,6 +83,8 @@ class Measured:
     """A run: metrics of its steps, its events, and when it began, in seconds since 1970."""
 
     began_ts: float = 0.0
+    seed: int = 0
+    """Of the run: lengths hang on it."""
     steps: list[dict[str, float]] = field(default_factory=list)
     began_s: list[float] = field(default_factory=list)
     """Of each step, since the run began."""
@@ -171,47 +174,89 @@ class _Machines:
 
 
 def run(quick: bool) -> list[Result]:
-    phase_s = 15.0 if quick else 40.0
-    with tempfile.TemporaryDirectory() as name:
-        measured = _measure(Path(name), phase_s)
-    simulated = _simulate(measured)
-    return _compare(measured, simulated)
+    """Rounds differ in the run's seed, and so in every length: one has some seconds of waiting alone."""
+    phase_s, rounds = (15.0, 1) if quick else (40.0, ROUNDS)
+    compared = []
+    for seed in range(rounds):
+        with tempfile.TemporaryDirectory() as name:
+            measured = _measure(Path(name), phase_s, seed)
+        compared.append(Round(measured, _simulate(measured)))
+    return _results(compared)
 
 
-def _compare(measured: Measured, simulated: Sequence[StepOutcome]) -> list[Result]:
-    sim_wall_s = sum(step.times.step_s for step in simulated)
-    sim_train_s = sum(step.times.train_s for step in simulated) + len(simulated) * measured.rest_s
-    sim_window_s = sum(step.times.window_s for step in simulated)
-    # As the real trainer counts it: all but training and windows, handing over included.
-    sim_wait_s = sim_wall_s - sim_train_s - sim_window_s
-    wait, sim_wait = measured.total("trainer_wait_s") / measured.wall_s, sim_wait_s / sim_wall_s
-    idle = (measured.total("trainer_wait_s") + measured.total("window_s")) / measured.wall_s
-    sim_idle = (sim_wait_s + sim_window_s) / sim_wall_s
-    changes = measured.of_kind(WindowChanged)
-    silent = sum(not change.cause for change in changes) + _unexplained(measured, changes)
-    longest = max(step.times.step_s for step in simulated)
-    stuck = sum(step["step_s"] > STUCK * longest for step in measured.steps)
+@dataclass
+class Round:
+    """One run, the simulator's on what came of it, and shares of the time in both."""
+
+    measured: Measured
+    simulated: Sequence[StepOutcome]
+    wait: float = field(init=False)
+    """The trainer waits."""
+    sim_wait: float = field(init=False)
+    idle: float = field(init=False)
+    """It waits, or its engines generate."""
+    sim_idle: float = field(init=False)
+    step: float = field(init=False)
+    """Mean time of a step, real / simulated."""
+
+    def __post_init__(self) -> None:
+        measured, simulated = self.measured, self.simulated
+        sim_wall_s = sum(step.times.step_s for step in simulated)
+        sim_train_s = sum(step.times.train_s for step in simulated) + len(simulated) * measured.rest_s
+        sim_window_s = sum(step.times.window_s for step in simulated)
+        # As the real trainer counts it: all but training and windows, handing over included.
+        self.wait = measured.total("trainer_wait_s") / measured.wall_s
+        self.sim_wait = (sim_wall_s - sim_train_s - sim_window_s) / sim_wall_s
+        self.idle = self.wait + measured.total("window_s") / measured.wall_s
+        self.sim_idle = self.sim_wait + sim_window_s / sim_wall_s
+        self.step = (measured.wall_s / len(measured.steps)) / (sim_wall_s / len(simulated))
+
+    @property
+    def stuck(self) -> int:
+        longest = max(step.times.step_s for step in self.simulated)
+        return sum(step["step_s"] > STUCK * longest for step in self.measured.steps)
+
+    @property
+    def changes(self) -> list[WindowChanged]:
+        return self.measured.of_kind(WindowChanged)
+
+    @property
+    def silent(self) -> int:
+        """Changes of the window that no event explains."""
+        return sum(not change.cause for change in self.changes) + _unexplained(self.measured, self.changes)
+
+
+def _results(rounds: Sequence[Round]) -> list[Result]:
+    """Medians over rounds; of what must not be, the sum."""
+    changes = [change for each in rounds for change in each.changes]
     kinds = ", ".join(
         f"{sum(c.what == kind for c in changes)} {kind}" for kind in ("opened", "closed", "planned", "learned")
     )
-    note = (
-        f"{len(measured.steps)} steps in {measured.wall_s:.0f} s; the simulator {len(simulated)} in {sim_wall_s:.0f} s"
-    )
+    ratios = [each.wait / max(each.sim_wait, 1e-9) for each in rounds]
+    idle = [each.idle / each.sim_idle for each in rounds]
+    steps = [each.step for each in rounds]
+    note = "; ".join(f"{len(each.measured.steps)} steps in {each.measured.wall_s:.0f} s" for each in rounds)
     return [
-        Result("trainer waits, real loop", wait, "share of the time", note=note),
-        Result("trainer waits, simulator", sim_wait, "share of the time"),
-        at_most("trainer waits, real loop / simulator", wait / max(sim_wait, 1e-9), 1.10, "ratio"),
-        Result("trainer waits or its engines generate, real loop", idle, "share of the time"),
-        Result("trainer waits or its engines generate, simulator", sim_idle, "share of the time"),
-        at_most("trainer waits or its engines generate, real / simulator", idle / sim_idle, 1.10, "ratio"),
-        Result("step, real loop / simulator", _ratio(measured, simulated), "ratio of the mean times"),
-        at_most(f"steps over {STUCK:g} times the simulator's longest", float(stuck), 0.0, "steps"),
-        at_most("changes of the window that no event explains", float(silent), 0.0, "changes", kinds),
+        Result("trainer waits, real loop", median(each.wait for each in rounds), "share of the time", note=note),
+        Result("trainer waits, simulator", median(each.sim_wait for each in rounds), "share of the time"),
+        at_most("trainer waits, real loop / simulator", median(ratios), 1.10, "ratio", _each(ratios)),
+        Result("trainer waits or its engines generate, real loop", median(e.idle for e in rounds), "share of the time"),
+        Result(
+            "trainer waits or its engines generate, simulator", median(e.sim_idle for e in rounds), "share of the time"
+        ),
+        at_most("trainer waits or its engines generate, real / simulator", median(idle), 1.10, "ratio", _each(idle)),
+        Result("step, real loop / simulator", median(steps), "ratio of the mean times", note=_each(steps)),
+        at_most(
+            f"steps over {STUCK:g} times the simulator's longest", float(sum(e.stuck for e in rounds)), 0.0, "steps"
+        ),
+        at_most(
+            "changes of the window that no event explains", float(sum(e.silent for e in rounds)), 0.0, "changes", kinds
+        ),
     ]
 
 
-def _ratio(measured: Measured, simulated: Sequence[StepOutcome]) -> float:
-    return (measured.wall_s / len(measured.steps)) / (sum(s.times.step_s for s in simulated) / len(simulated))
+def _each(values: Sequence[float]) -> str:
+    return "each: " + ", ".join(f"{value:.3f}" for value in values) if len(values) > 1 else ""
 
 
 def _unexplained(measured: Measured, changes: Sequence[WindowChanged]) -> int:
@@ -235,10 +280,10 @@ def _unexplained(measured: Measured, changes: Sequence[WindowChanged]) -> int:
 # ---- the real loop
 
 
-def _measure(folder: Path, phase_s: float) -> Measured:
-    measured = Measured()
+def _measure(folder: Path, phase_s: float, seed: int) -> Measured:
+    measured = Measured(seed=seed)
     small_llama().save_pretrained(folder / "model")
-    config = _config(folder / "model")
+    config = _config(folder / "model", seed)
     actor = PacedActor(folder / "model", config.train, total_optimizer_steps=1, horizon_tokens=MOST_TOKENS)
     with (
         local_rig(config, folder, MadePrompts(PROMPTS), 0, (STOP_ID,), measured.events.append) as rig,
@@ -267,7 +312,7 @@ def _follow(machines: _Machines, phase_s: float) -> None:
         machines.remote(count)
 
 
-def _config(model: Path) -> RunConfig:
+def _config(model: Path, seed: int) -> RunConfig:
     rollout = {
         "prompts_per_step": PROMPTS,
         "samples_per_prompt": SAMPLES_PER_PROMPT,
@@ -281,7 +326,7 @@ def _config(model: Path) -> RunConfig:
         "tokens_per_micro_batch": MICRO_BATCH_SAMPLES * (PROMPT_TOKENS + MOST_TOKENS),
         "min_samples_per_micro_batch": MICRO_BATCH_SAMPLES,
     }
-    return rig_config(model, rollout, train, seed=RUN_SEED, manager={"journal": "off"})
+    return rig_config(model, rollout, train, seed=seed, manager={"journal": "off"})
 
 
 # ---- the simulator
@@ -304,7 +349,7 @@ def _simulate(measured: Measured) -> list[StepOutcome]:
     first, later = _changes(measured)
     strategy = Strategy("penstock", Balanced(MAX_PENDING), Offload(), FixedSize(sum(SCRIPT)))
     trace = Trace(tuple(first), measured.wall_s)
-    world = _Stepwise(_profile(measured), trace, strategy, samples=_samples)
+    world = _Stepwise(_profile(measured), trace, strategy, samples=functools.partial(_samples, measured.seed))
     world.changes = later
     return world.run(steps=len(measured.steps)).steps
 
@@ -365,20 +410,20 @@ def _changes(measured: Measured) -> tuple[list[Change], dict[int, list[Change]]]
 
 
 @functools.cache
-def _lengths(step: int) -> tuple[int, ...]:
+def _lengths(run_seed: int, step: int) -> tuple[int, ...]:
     """What paced engines draw for a step's samples, which depends on nothing but who they are."""
     sampling = Sampling(max_new_tokens=MOST_TOKENS, stop_ids=(STOP_ID,))
     found = []
     for prompt in range(PROMPTS):
         for replica in range(SAMPLES_PER_PROMPT):
-            seed = sample_seed(RUN_SEED, SampleId(f"train-{step}", prompt, replica))
+            seed = sample_seed(run_seed, SampleId(f"train-{step}", prompt, replica))
             start = SequenceStart(0, seed, [0], [], sampling)
             found.append(len(paced_tokens(start, 0, MOST_TOKENS, VOCAB, 1 / MEAN_TOKENS)[0]))
     return tuple(found)
 
 
-def _samples(step: int) -> list[SimSample]:
+def _samples(run_seed: int, step: int) -> list[SimSample]:
     return [
         SimSample(number, number // SAMPLES_PER_PROMPT, PROMPT_TOKENS, length)
-        for number, length in enumerate(_lengths(step))
+        for number, length in enumerate(_lengths(run_seed, step))
     ]
