@@ -8,7 +8,7 @@ from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue, Report
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.curves import Speed
 from penstock.rollout.offload import Offload, WindowView
-from penstock.rollout.plan import Engine, Limits, Plan, Training, replay
+from penstock.rollout.step_replay import Engine, Limits, Plan, Training, replay
 
 WIDE = Limits(), Limits()
 SPEED = Speed(0.01, 1e-4, 1e-7, 1e-5)

@@ -12,7 +12,7 @@ from penstock.errors import ConfigError
 from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue, Report, ShortestQueue, load_policy
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.curves import Speed
-from penstock.rollout.plan import Limits, Plan
+from penstock.rollout.step_replay import Limits, Plan
 from penstock.rollout.tracker import EPOCH_SHIFT
 
 TRUTH = Speed(0.01, 2e-4, 1e-6, 1e-5)

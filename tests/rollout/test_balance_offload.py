@@ -16,7 +16,8 @@ from penstock.rollout import plan as plan_module
 from penstock.rollout.curves import Speed
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
 from penstock.rollout.offload import Facts, FixedWindow, Offload, Predictor, StepTimes, WindowView, as_long_as, thinned
-from penstock.rollout.plan import ONE_BY_ONE, Engine, Limits, Training, best_plan, replay, search
+from penstock.rollout.plan import best_plan, search
+from penstock.rollout.step_replay import ONE_BY_ONE, Engine, Limits, Training, replay
 
 SPEED = Speed(0.01, 1e-4, 1e-6, 1e-5)
 GROUPS = [[100 + 37 * (k * 4 + r) % 500 for r in range(4)] for k in range(32)]

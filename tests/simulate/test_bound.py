@@ -14,8 +14,8 @@ from simulated import MACHINE, small_profile
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, ShortestQueue
 from penstock.rollout.curves import Speed
 from penstock.rollout.offload import StepTimes, Window, WindowView
-from penstock.rollout.plan import Engine, Limits, replay
-from penstock.rollout.plan import Training as Trained
+from penstock.rollout.step_replay import Engine, Limits, replay
+from penstock.rollout.step_replay import Training as Trained
 from penstock.simulate import bound_phases
 from penstock.simulate.baselines import make_strategy
 from penstock.simulate.bound import least_run_s, lower_bound_s

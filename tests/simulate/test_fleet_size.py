@@ -12,8 +12,8 @@ from penstock.rollout import plan
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
 from penstock.rollout.manager import Manager, ManagerConfig
 from penstock.rollout.offload import Facts, Offload, Predictor, StepTimes
-from penstock.rollout.plan import Plan
 from penstock.rollout.provision_types import InstanceView, ProvisionConfig
+from penstock.rollout.step_replay import Plan
 from penstock.rollout.windows import Turn
 from penstock.simulate.baselines import make_strategy
 from penstock.simulate.profiles import Prices

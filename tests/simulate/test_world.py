@@ -15,7 +15,7 @@ from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Report, S
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.balancing import MOVES_S
 from penstock.rollout.offload import Offload
-from penstock.rollout.plan import Plan
+from penstock.rollout.step_replay import Plan
 from penstock.simulate.baselines import STRATEGIES, make_strategy
 from penstock.simulate.lengths import step_samples
 from penstock.simulate.machine import Machine, SimSample

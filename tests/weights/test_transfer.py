@@ -36,7 +36,8 @@ CHUNK = 8192
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy is no relay that is gone."""
-    monkeypatch.setattr("penstock.weights.puller.RELAY_CONNECT_S", 60.0)
+    for module in ("puller", "reconnecting"):
+        monkeypatch.setattr(f"penstock.weights.{module}.RELAY_CONNECT_S", 60.0)
 
 
 def tensors_of(version: int) -> list[tuple[str, str, tuple[int, ...], bytes]]:

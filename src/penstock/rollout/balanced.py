@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report, ShortestQueue
 from penstock.rollout.curves import AnswerLengths, Speed, StepCurve, drain_s
-from penstock.rollout.plan import Engine, Plan, first_ones, limited
+from penstock.rollout.step_replay import Engine, Plan, first_ones, limited
 
 __all__ = ["Balanced"]
 

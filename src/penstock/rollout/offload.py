@@ -23,7 +23,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.rollout.curves import Speed
-from penstock.rollout.plan import Engine, Plan, Training, search
+from penstock.rollout.plan import search
+from penstock.rollout.step_replay import Engine, Plan, Training
 
 __all__ = ["Facts", "FixedWindow", "Learned", "Offload", "Predictor", "StepTimes", "Window", "WindowView"]
 

@@ -8,34 +8,21 @@ and reserved engines apart. What is best depends on speeds, lengths and training
 last steps' answers are replayed on the machines that are there, with learned speeds, for about a hundred choices, and
 the one with the shortest step is taken.
 
-Decides nothing but the `Plan`; refuses to know instances, samples and clocks. One replay costs a few microseconds a
-sample.
+Decides nothing but the `Plan`; refuses to know instances, samples and clocks. One way of running is `step_replay`.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 import statistics
 from collections import deque
-from collections.abc import Container, Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 
-from penstock.rollout.curves import Speed
+from penstock.rollout.step_replay import Engine, Limits, Plan, Training, replay
 
-__all__ = [
-    "ONE_BY_ONE",
-    "Engine",
-    "Limits",
-    "Plan",
-    "Training",
-    "best_plan",
-    "first_ones",
-    "limited",
-    "replay",
-    "search",
-]
+__all__ = ["best_plan", "search"]
 
 WIDTHS = (0.06, 0.09, 0.13, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0)
 """Shares of an engine's places that reserved engines alone look at; the optimum is flat."""
@@ -53,10 +40,6 @@ FAR = 0.06
 """And in the window, as a share of the training time."""
 LEAST = 0.01
 """Lowest limit: one at a time."""
-SLIVER = 1e-3
-"""Of a decode step, past the moment at which memory is full."""
-WAITING = 8
-"""Samples that may wait at an engine whose memory is full."""
 IDLE_COUNTS = 0.1
 """A second in which remote machines idle at the end, against one of the step: of plans about as long, the one that
 keeps them busy is the less wide, and a wide one loses more where lengths turn out otherwise."""
@@ -72,259 +55,6 @@ REPLAY_S = 1e-5
 """Of a processor, for each sample in a replay, about."""
 FEWEST = 3
 """Choices that are looked at however short steps are."""
-BUCKET = 64
-"""Tokens between two entries in the table of what may be left of an answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    speed: Speed
-    places: int
-    starts_s: float = 0.0
-    """When it may begin."""
-    memory: float = math.inf
-    """Tokens of context that fit at once; when more are there, the last one in is put back and prefilled again."""
-    reserve: float = 0.0
-    """Tokens of it that are kept free for each sequence to grow when another is let in."""
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """As measured in the last steps."""
-
-    token_s: float
-    """Seconds for a token of a complete group, prompt and answer."""
-    micro_batch_samples: int = 1
-    switch_s: float = 0.0
-    """From generating to training."""
-    rest_s: float = 0.0
-    """After the last micro-batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How many samples an engine may hold to be given one more, as a share of its places: `begin` when the step does,
-    then step by step to `end` at the window's, by equal factors in equal times, and so it stays.
-
-    Within the window nobody is taken off where more are held: an engine narrows as its samples end. When it ends, a
-    remote engine keeps what is among the first ones that all have room for, and the others wait with what came from the
-    reserved ones (`first_ones`): few prompts that are nearly whole run fast, and are what the trainer wants.
-    """
-
-    begin: float = 1.0
-    end: float = 1.0
-
-    def share(self, elapsed_s: float, window_s: float) -> float:
-        """Of the places, at a time."""
-        if elapsed_s >= window_s or self.begin == self.end:
-            return self.end
-        return self.begin * (self.end / self.begin) ** (max(0.0, elapsed_s) / window_s)
-
-    def samples(self, places: int, elapsed_s: float, window_s: float) -> int:
-        """Of an engine with so many places; at least 1."""
-        return limited(places, self.share(elapsed_s, window_s))
-
-
-def limited(places: int, share: float) -> int:
-    """Samples that an engine may hold at a share of its places; at least 1."""
-    return max(1, round(share * places))
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """All but limits and shares in seconds."""
-
-    remote: Limits
-    reserved: Limits
-    window_s: float
-    step_s: float = 0.0
-    trainer_wait_s: float = 0.0
-    remote_wait_s: float = 0.0
-    finished: float = 0.0
-    """Share of the samples that are finished when the window ends."""
-
-
-ONE_BY_ONE = Plan(Limits(0.0, 0.0), Limits(0.0, 0.0), 0.0)
-"""While a plan is being made: what is given late waits for a moment, what is given early can't be taken back."""
-
-
-@dataclass(slots=True)
-class _Running:
-    """One engine in a replay. Sequences are (step count at the end, group, prompt and full length)."""
-
-    engine: Engine
-    remote: bool
-    at_s: float
-    limits: Limits
-    window_s: float
-    steps: float = 0.0
-    context: float = 0.0
-    ends: list[tuple[float, int, float, int]] = field(default_factory=list)
-    let_in: int = 0
-    """Sequences so far, which is the last number in `ends`."""
-    pending: deque[tuple[float, int, float]] = field(default_factory=deque)
-    """(tokens left, group, prompt and full length) of those that memory has no room for."""
-
-    def due(self) -> float:
-        """When its next sequence ends, or its memory is full."""
-        count = len(self.ends)
-        steps = max(0.0, self.ends[0][0] - self.steps)
-        if count > 1 and self.context + steps * count > self.engine.memory:
-            steps = max(0.0, (self.engine.memory - self.context) / count) + SLIVER
-        return self.at_s + self.engine.speed.wall_s(steps, count, self.context)
-
-    def advance(self, now: float) -> None:
-        if now > self.at_s:
-            if self.ends:
-                count = len(self.ends)
-                steps = min(
-                    self.engine.speed.steps_in(now - self.at_s, count, self.context), self.ends[0][0] - self.steps
-                )
-                self.steps += steps
-                self.context += steps * count
-            self.at_s = now
-
-    @property
-    def held(self) -> int:
-        return len(self.ends) + len(self.pending)
-
-    def takes(self) -> bool:
-        """Whether it would be given one that waits."""
-        if len(self.pending) >= WAITING:
-            return False
-        return self.held < self.limit()
-
-    def limit(self) -> int:
-        """Samples that it may hold now."""
-        return self.limits.samples(self.engine.places, self.at_s, self.window_s)
-
-    def give(self, left: float, group: int, full: float) -> None:
-        """`full`: context at its end."""
-        self.pending.append((left, group, full))
-        self.settle()
-
-    def settle(self) -> None:
-        """Puts back what does not fit, and lets in what does."""
-        while len(self.ends) > 1 and self.context > self.engine.memory:
-            # An engine puts back the last one in.
-            last = max(self.ends, key=lambda end: end[3])
-            self.ends.remove(last)
-            heapq.heapify(self.ends)
-            left = last[0] - self.steps
-            self.context -= last[2] - left
-            self.pending.appendleft((left, last[1], last[2]))
-        while self.pending and self._fits(self.pending[0]):
-            left, group, full = self.pending.popleft()
-            has = full - left
-            self.at_s += has * self.engine.speed.prefill_s
-            self.context += has
-            heapq.heappush(self.ends, (self.steps + left, group, full, self.let_in))
-            self.let_in += 1
-
-    def _fits(self, sequence: tuple[float, int, float]) -> bool:
-        count = len(self.ends)
-        if not count:
-            return True
-        if count >= self.engine.places:
-            return False
-        return self.context + sequence[2] - sequence[0] + self.engine.reserve * (count + 1) <= self.engine.memory
-
-    def rows(self) -> list[tuple[float, int, float]]:
-        """What it holds, as (tokens left, group, prompt and full length)."""
-        return [(max(0.0, end - self.steps), group, full) for end, group, full, _ in self.ends] + list(self.pending)
-
-    def keep(self, groups: Container[int]) -> None:
-        """Has nothing but these groups' any more."""
-        self.ends = [end for end in self.ends if end[1] in groups]
-        heapq.heapify(self.ends)
-        self.pending = deque(row for row in self.pending if row[1] in groups)
-        self.context = sum(full - max(0.0, end - self.steps) for end, _, full, _ in self.ends)
-
-
-def replay(
-    groups: Sequence[Sequence[int]],
-    prompt_tokens: float,
-    remote: Sequence[Engine],
-    reserved: Sequence[Engine],
-    training: Training,
-    limits: tuple[Limits, Limits],
-    window_s: float,
-) -> Plan:
-    """The step that a choice leads to. `groups`: lengths of answers, by prompt. `limits`: remote, reserved.
-
-    The reserved engines generate until `window_s`, or to the end where there is no remote engine.
-    """
-    if not remote:
-        window_s = math.inf
-    waiting = deque(
-        (float(length), group, prompt_tokens + length) for group, row in enumerate(groups) for length in row
-    )
-    moved: deque[tuple[float, int, float]] = deque()
-    engines = [_Running(engine, True, engine.starts_s, limits[0], window_s) for engine in remote]
-    if window_s > 0:
-        engines += [_Running(engine, False, engine.starts_s, limits[1], window_s) for engine in reserved]
-    missing = [len(row) for row in groups]
-    complete: list[tuple[float, int]] = []
-    events: list[tuple[float, int]] = []
-
-    def fill(index: int) -> None:
-        engine = engines[index]
-        engine.settle()
-        while moved and engine.takes():
-            engine.give(*moved.popleft())
-        while not moved and waiting and engine.takes():
-            engine.give(*waiting.popleft())
-        if engine.ends:
-            heapq.heappush(events, (engine.due(), index))
-
-    # A prompt to each in turn, as replicas are kept together.
-    while waiting and any(engine.takes() for engine in engines):
-        for engine in engines:
-            prompt = waiting[0][1] if waiting else -1
-            while waiting and waiting[0][1] == prompt and engine.takes():
-                engine.give(*waiting.popleft())
-    for index in range(len(engines)):
-        fill(index)
-    open_window = window_s > 0
-    last_s = 0.0
-    samples = len(waiting) + sum(engine.held for engine in engines)
-    finished = 1.0 if open_window else 0.0
-    while events:
-        now, index = events[0]
-        if open_window and now >= window_s:
-            open_window = False
-            finished = 1 - sum(missing) / samples
-            for engine in engines:
-                engine.advance(window_s)
-            moved.extend(_handed_over(groups, prompt_tokens, engines))
-            engines = [engine for engine in engines if engine.remote]
-            events.clear()
-            while moved and any(engine.takes() for engine in engines):
-                for engine in engines:
-                    if moved and engine.takes():
-                        engine.give(*moved.popleft())
-            for index in range(len(engines)):
-                fill(index)
-            continue
-        heapq.heappop(events)
-        engine = engines[index]
-        engine.advance(now)
-        if engine.ends[0][0] - engine.steps > 2 * SLIVER:
-            # Its memory is full.
-            fill(index)
-            continue
-        end, group, full, _ = heapq.heappop(engine.ends)
-        engine.steps = end
-        engine.context = max(0.0, engine.context - full) if engine.ends else 0.0
-        missing[group] -= 1
-        last_s = now
-        if not missing[group]:
-            tokens = sum(groups[group]) + prompt_tokens * len(groups[group])
-            complete.append((now, int(tokens)))
-        fill(index)
-    window_s = min(window_s, last_s)
-    step_s, wait_s = _trained(complete, len(groups[0]), training, window_s)
-    return Plan(*limits, window_s, step_s, wait_s, max(0.0, step_s - last_s), finished)
 
 
 def best_plan(
@@ -458,57 +188,3 @@ def _changed(limits: tuple[Limits, Limits], factors: Sequence[float]) -> tuple[L
 
 def _loss_s(plan: Plan) -> float:
     return plan.step_s + IDLE_COUNTS * plan.remote_wait_s
-
-
-def _handed_over(
-    groups: Sequence[Sequence[int]], prompt_tokens: float, engines: Sequence[_Running]
-) -> list[tuple[float, int, float]]:
-    """What waits when the window ends, in the order in which it will go out: what the reserved engines hold, and what
-    the remote ones do that comes later than all they have room for.
-
-    The order is that of what is expected to come of a prompt's unfinished answers, which is all that is known of them
-    when it has to be decided.
-    """
-    lengths = sorted(length for row in groups for length in row)
-    table, above, total = [], 0, sum(lengths)
-    for tokens in range(0, lengths[-1] + BUCKET, BUCKET):
-        while above < len(lengths) and lengths[above] <= tokens:
-            total -= lengths[above]
-            above += 1
-        count = len(lengths) - above
-        table.append(total / count - tokens if count else 1.0)
-    left: dict[int, float] = {}
-    rows = [(engine.remote, row) for engine in engines for row in engine.rows()]
-    for _, (rest, group, full) in rows:
-        so_far = min(len(table) - 1, int((full - prompt_tokens - rest) / BUCKET))
-        left[group] = left.get(group, 0.0) + table[max(0, so_far)]
-    room = sum(engine.limit() for engine in engines if engine.remote)
-    stay = first_ones([left[row[1]] for _, row in rows], room)
-    staying = {group for group in left if left[group] <= stay}
-    for engine in engines:
-        if engine.remote:
-            engine.keep(staying)
-    waiting = [row for remote, row in rows if not remote or left[row[1]] > stay]
-    return sorted(waiting, key=lambda row: left[row[1]])
-
-
-def first_ones(left: Sequence[float], room: int) -> float:
-    """Up to how much of a prompt may be left for its samples to be among the first ones, for which there is room.
-    `left`: of the prompt of each sample. `room`: at least 1."""
-    return math.inf if room >= len(left) else sorted(left)[room - 1]
-
-
-def _trained(
-    complete: Sequence[tuple[float, int]], per_group: int, training: Training, window_s: float
-) -> tuple[float, float]:
-    """When the step ends, and how long the trainer waits: micro-batches of at least so many samples, begun once they
-    are complete."""
-    needed = -(-training.micro_batch_samples // per_group)
-    clock = window_s + (training.switch_s if window_s > 0 else 0.0)
-    wait_s = 0.0
-    for first in range(0, len(complete), needed):
-        part = complete[first : first + needed]
-        there_s = part[-1][0]
-        wait_s += max(0.0, there_s - clock)
-        clock = max(clock, there_s) + training.token_s * sum(tokens for _, tokens in part)
-    return clock + training.rest_s, wait_s

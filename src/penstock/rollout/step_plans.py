@@ -16,7 +16,7 @@ from penstock.rollout.balanced import Balanced
 from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.fleet import Instance
 from penstock.rollout.offload import Facts, Offload
-from penstock.rollout.plan import ONE_BY_ONE, Engine, Plan, Training
+from penstock.rollout.step_replay import ONE_BY_ONE, Engine, Plan, Training
 
 __all__ = ["StepAnswers", "StepPlans", "Thought"]
 

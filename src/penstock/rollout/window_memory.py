@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.rollout.journal import WindowFitted
 from penstock.rollout.offload import FixedWindow, Offload
-from penstock.rollout.plan import Plan
+from penstock.rollout.step_replay import Plan
 
 __all__ = ["WindowMemory"]
 

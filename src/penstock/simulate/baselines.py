@@ -29,7 +29,7 @@ from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Re
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
 from penstock.rollout.offload import Offload, Predictor, StepTimes, Window, WindowView
-from penstock.rollout.plan import Plan
+from penstock.rollout.step_replay import Plan
 from penstock.simulate.profiles import Profile
 from penstock.simulate.strategy import FixedSize, SizePolicy, Strategy, WindowPolicy
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.offload import Facts, Offload
-from penstock.rollout.plan import Engine, Training
+from penstock.rollout.step_replay import Engine, Training
 from penstock.simulate.machine import Machine
 
 if TYPE_CHECKING:
