@@ -157,19 +157,26 @@ class Holdings:
         all of these are smaller than a version; the lock is held."""
         newest = next(reversed(self._versions.values()), None)
         left = newest.stream.nbytes if newest else 0
-        deltas = 0
-        # Differences first: an older full encoding can be made again, and one of versions that are gone can't.
-        for key in sorted(self._coded, key=lambda key: (key.base is not None, key.version), reverse=True):
-            coded = self._coded[key]
-            if not coded.done():
-                continue
-            if _failed(coded) or (key.base is None and key.version not in self._versions):
-                del self._coded[key]
-            elif key.base is not None or newest is None or key.version != newest.manifest.version:
-                left -= coded.result().manifest.nbytes
-                deltas += key.base is not None
-                if left < 0 or deltas > KEEP_DELTAS:
+        made: dict[Encoding, int] = {}
+        for key, coded in list(self._coded.items()):
+            if coded.done():
+                if _failed(coded) or (key.base is None and key.version not in self._versions):
                     del self._coded[key]
+                else:
+                    made[key] = coded.result().manifest.nbytes
+        light = {key for key, nbytes in made.items() if nbytes <= left / 2}
+        deltas = 0
+        # Differences first: an older full encoding can be made again, and one of versions that are gone can't. One that
+        # is hardly lighter than a version takes no chain's place.
+        for key in sorted(made, key=lambda key: (key.base is not None, key in light, key.version), reverse=True):
+            is_delta = key.base is not None
+            if not is_delta and newest is not None and key.version == newest.manifest.version:
+                continue
+            if made[key] > left or deltas + is_delta > KEEP_DELTAS:
+                del self._coded[key]
+            else:
+                left -= made[key]
+                deltas += is_delta
         oldest = min(self._versions, default=0)
         for key in [key for key in self._estimates if key.version < oldest]:
             del self._estimates[key]
@@ -345,7 +352,8 @@ class Holdings:
             }
 
     def _estimated(self, key: Encoding, held: Version, bases: dict[int, Version]) -> Estimate | None:
-        found = self._estimates.get(key)
+        with self._lock:
+            found = self._estimates.get(key)
         if found is None:
             base = None if key.base is None else bases[key.base].stream
             try:
@@ -353,7 +361,8 @@ class Holdings:
             except MissingExtra as error:
                 log.warning("weights are offered raw alone: %s", error)
                 return None
-            self._estimates[key] = found
+            with self._lock:
+                self._estimates[key] = found
         return Estimate(found.nbytes, found.encode_s / self._cores)
 
     async def _coded_soon(self, ask: GetOffers, wait_s: float) -> None:

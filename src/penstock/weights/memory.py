@@ -70,8 +70,38 @@ class Recycled:
         """A pull was cut: it leaves a task group and its error, which refer to each other and to what was staged."""
 
     def spare(self, nbytes: int) -> memoryview | None:
-        """One that was given out before, where nothing refers to it any more, the lender's first; its content is
-        anything."""
+        """One that was given out before, where nothing refers to it any more; its content is anything. Instead of one
+        that is not the lender's, one that is, if it has any by now."""
+        spare = self._given_before(nbytes)
+        if spare is None or self._lender is None:
+            return spare
+        if self._is_lent(spare):
+            # What stood in for it would never be asked for again.
+            self._held = [mapped for mapped in self._held if self._is_made(mapped) or not _is_free(mapped)]
+            return spare
+        # That it had no memory once says nothing of today.
+        lent = self._lender.buffer(nbytes)
+        if lent is None:
+            return spare
+        spare.release()
+        return self._holding(lent)
+
+    def buffer(self, nbytes: int) -> memoryview:
+        """A writable buffer of `nbytes`, whose content is anything."""
+        # Of another size it is of no more use, and would count as memory that is not left.
+        self._held = [mapped for mapped in self._held if len(mapped) == nbytes or not _is_free(mapped)]
+        spare = self.spare(nbytes)
+        if spare is None and self.littered:
+            gc.collect()
+            spare = self.spare(nbytes)
+            self.littered = spare is None
+        if spare is not None:
+            return spare
+        lent = self._lender.buffer(nbytes) if self._lender is not None else None
+        return self._holding(host_buffer(nbytes) if lent is None else lent)
+
+    def _given_before(self, nbytes: int) -> memoryview | None:
+        """One to which nothing refers, the lender's first."""
         other = None
         for mapped in self._held:
             if len(mapped) == nbytes and _is_free(mapped):
@@ -87,23 +117,13 @@ class Recycled:
     def _is_lent(self, view: memoryview) -> bool:
         return self._lender is not None and bool(self._lender.place(view))
 
-    def buffer(self, nbytes: int) -> memoryview:
-        """A writable buffer of `nbytes`, whose content is anything."""
-        spare = self.spare(nbytes)
-        if spare is None and self.littered:
-            gc.collect()
-            spare = self.spare(nbytes)
-            self.littered = spare is None
-        # That a lender had no memory once says nothing of today.
-        lent = None
-        if self._lender is not None and not (spare is not None and self._is_lent(spare)):
-            lent = self._lender.buffer(nbytes)
-        if spare is not None:
-            if lent is None:
-                return spare
-            spare.release()
+    def _is_made(self, mapped: mmap.mmap) -> bool:
+        with memoryview(mapped) as view:
+            return self._is_lent(view)
+
+    def _holding(self, buffer: memoryview) -> memoryview:
+        """A new one, in place of those that are free."""
         self._held = [mapped for mapped in self._held if not _is_free(mapped)]
-        buffer = host_buffer(nbytes) if lent is None else lent
         if isinstance(buffer.obj, mmap.mmap) and len(self._held) < self._most:
             self._held.append(buffer.obj)
         return buffer

@@ -109,6 +109,7 @@ class MooncakeLender:
     """The store's side; `host` is how pullers reach this machine. Raises MissingExtra or WayClosed."""
 
     kind = "mooncake"
+    makes_memory = False
 
     def __init__(self, host: str) -> None:
         self._engine = _engine(host)

@@ -3,7 +3,7 @@
 Nothing is copied: the puller verifies the store's own pages and hands out views of them. For as long as a view is left
 the puller holds a read lock on the file. The store writes only to files on which it holds the write lock, which it
 drops when a version is whole: memory that somebody looks at is not used for another version, and a puller that is
-killed lets go of it as one that ends does.
+killed lets go of it, with the last process that it has forked off.
 
 That both are on one machine is proved, not assumed: the puller says its kernel's boot id, and the store names a file
 whose content only it can have written; a puller that finds that content sees the same memory. (Two containers on one
@@ -57,6 +57,7 @@ class SharedLender:
     """The store's side. Raises WayClosed where `folder` can't be written to."""
 
     kind = "shm"
+    makes_memory = True
 
     def __init__(self, folder: Path = SHM_FOLDER) -> None:
         self._folder = folder
@@ -71,7 +72,7 @@ class SharedLender:
             os.write(file, self._nonce.encode())
         except OSError as error:
             raise WayClosed(f"no shared memory in {folder}: {error}") from error
-        self._finalizer = weakref.finalize(self, _remove, self._proof, file)
+        self._finalizer = weakref.finalize(self, _remove, self._proof, file, os.getpid())
 
     def way(self, said: str) -> Way | None:
         if said != f"{self.kind}:{self._boot_id}":
@@ -90,7 +91,7 @@ class SharedLender:
                 _lock(file, fcntl.F_WRLCK)
                 mapped = mmap.mmap(file, nbytes)
             except BaseException:
-                _remove(path, file)
+                _remove(path, file, os.getpid())
                 raise
         except (OSError, NoMemory) as error:
             full = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
@@ -98,10 +99,13 @@ class SharedLender:
                 raise
             if not self._full:
                 self._full = True
-                log.warning("weights are not in shared memory, %d bytes of it are not to be had: %s", nbytes, error)
+                # An error that a log keeps would keep all that those hold who asked for memory.
+                log.warning(
+                    "weights are not in shared memory, %d bytes of it are not to be had: %s", nbytes, str(error)
+                )
             return None
         self._files[id(mapped)] = str(path), file
-        weakref.finalize(mapped, self._forget, id(mapped), path, file)
+        weakref.finalize(mapped, self._forget, id(mapped), path, file, os.getpid())
         return memoryview(mapped)
 
     def lend(self, stream: memoryview) -> None:
@@ -120,9 +124,9 @@ class SharedLender:
         for name, _ in list(self._files.values()):
             Path(name).unlink(missing_ok=True)
 
-    def _forget(self, key: int, path: Path, file: int) -> None:
+    def _forget(self, key: int, path: Path, file: int, owner: int) -> None:
         self._files.pop(key, None)
-        _remove(path, file)
+        _remove(path, file, owner)
 
     def _new(self) -> tuple[Path, int]:
         while True:
@@ -147,8 +151,10 @@ class SharedLender:
                     os.close(file)
 
 
-def _remove(path: Path, file: int) -> None:
-    path.unlink(missing_ok=True)
+def _remove(path: Path, file: int, owner: int) -> None:
+    """`owner`: the process that made it; one that was forked off has a copy of this, and ends before it."""
+    if os.getpid() == owner:
+        path.unlink(missing_ok=True)
     os.close(file)
 
 

@@ -22,6 +22,7 @@ class Spares:
 
     def __init__(self, lenders: Iterable[Lender]) -> None:
         self._lenders: Sequence[Lender] = tuple(lenders)
+        self._makers = [lender for lender in self._lenders if lender.makes_memory]
         self._lock = threading.Lock()
         self._held: list[memoryview] = []
 
@@ -35,16 +36,22 @@ class Spares:
         with self._lock:
             # A model does not change its size: memory of another is of no more use.
             self._held = [spare for spare in self._held if spare.nbytes == nbytes]
-            lent = [spare for spare in self._held if any(lender.place(spare) for lender in self._lenders)]
-            if (spare := self._claimed(lent)) is not None:
-                return spare
+            made = self._claimed([spare for spare in self._held if self._is_made(spare)])
         # Before a spare that is no lender's: that there was none of its memory once says nothing of today.
-        for lender in self._lenders:
-            if (buffer := lender.buffer(nbytes)) is not None:
-                return buffer
+        for maker in self._makers if made is None else ():
+            if (made := maker.buffer(nbytes)) is not None:
+                break
         with self._lock:
-            spare = self._claimed(self._held)
-        return host_buffer(nbytes) if spare is None else spare
+            if made is None:
+                made = self._claimed(self._held)
+            else:
+                # What stood in for it would never be asked for again.
+                self._held = [spare for spare in self._held if self._is_made(spare)]
+        return host_buffer(nbytes) if made is None else made
+
+    def _is_made(self, spare: memoryview) -> bool:
+        """Whether it is of the memory that a lender makes."""
+        return any(maker.place(spare) for maker in self._makers)
 
     def _claimed(self, spares: Sequence[memoryview]) -> memoryview | None:
         """The first that nobody looks at, for the caller to write to; the lock is held."""

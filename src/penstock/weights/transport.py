@@ -194,6 +194,11 @@ class Lender(Protocol):
         """For a puller whose Hello says so; None where it can't be gone."""
         ...
 
+    @property
+    def makes_memory(self) -> bool:
+        """Whether it lends memory of its own making alone, by `buffer`; otherwise any will do."""
+        ...
+
     def buffer(self, nbytes: int) -> memoryview | None:
         """Memory to lend, zero bytes; None where there is none, or where any memory will do."""
         ...
