@@ -138,6 +138,23 @@ def test_what_the_store_gave_up_is_let_go_of_with_the_next_version(tmp_path: Pat
     assert mapped_here(tmp_path) == []
 
 
+def test_what_one_link_has_mapped_another_one_sees_too(tmp_path: Path, lender: SharedLender) -> None:
+    buffer = lent(lender, b"one")
+    fetcher = SharedFetcher()
+    way = lender.way(fetcher.says())
+    assert way is not None
+    one, other = fetcher.open(way), fetcher.open(way)
+    for mapper in (one, other):
+        assert bytes(mapper.map(lender.place(buffer), NBYTES).stream[:3]) == b"one"
+    assert len(mapped_here(tmp_path)) == 1
+    one.close()
+    gc.collect()
+    assert len(mapped_here(tmp_path)) == 1
+    other.close()
+    gc.collect()
+    assert not mapped_here(tmp_path)
+
+
 def test_a_view_outlives_the_mapper(tmp_path: Path, lender: SharedLender) -> None:
     buffer, mapper = lent(lender, b"bytes"), SharedMapper(tmp_path)
     seen = mapper.map(lender.place(buffer), NBYTES)

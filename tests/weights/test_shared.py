@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from test_transfer import assert_whole, store_of, tensors_of
+from test_transfer import assert_whole, codecs, store_of, tensors_of
 from test_weight_store import CONFIG, TOKEN
 
 from penstock.instance.loading import WeightLoader
@@ -111,11 +111,73 @@ async def test_without_shared_memory_instances_pass_chunks_on_as_they_come() -> 
         assert weights.bytes_fetched == store.counters().get("bytes", 0) > 0
 
 
-def test_the_chain_of_instances_comes_to_each_machine_once() -> None:
+async def test_the_chain_of_instances_comes_to_each_machine_once() -> None:
     store = WeightStore("run", "127.0.0.1", 0, TOKEN)
     asked = ["a:1", "a:2", "b:1", "a:3", "b:2", "c:1", "", "b:1"]
-    told = [store.relay(Encoding(0), address) for address in asked]
+    told = [await store.relay(Encoding(0), address) for address in asked]
     assert told == ["", "a:1", "a:1", "a:2", "b:1", "b:1", "c:1", "a:1"]
+
+
+async def test_who_was_first_on_a_machine_is_so_again_for_the_next_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.weights.store.FIRST_S", 60.0)
+    store = WeightStore("run", "127.0.0.1", 0, TOKEN)
+
+    async def told(encoding: Encoding, *asked: str) -> list[str]:
+        """What is said to each, in the order in which they ask."""
+        waiting = []
+        for address in asked:
+            waiting.append(asyncio.create_task(store.relay(encoding, address)))
+            await asyncio.sleep(0)
+        return await asyncio.gather(*waiting)
+
+    # Whoever passes nothing on may have asked for all of them before.
+    assert await told(Encoding(1, "delta", 0), "") == [""]
+    assert await told(Encoding(0, "lossless"), "a:1", "a:2", "b:1", "b:2") == ["", "a:1", "a:1", "b:1"]
+    first = Encoding(1, "delta", 0)
+    assert await told(first, "b:2", "a:2", "b:1", "a:1", "c:1") == ["b:1", "a:1", "", "b:1", "a:1"]
+    # One that does not come is not waited for much longer, nor by the next version.
+    monkeypatch.setattr("penstock.weights.store.FIRST_S", 0.0)
+    assert await told(Encoding(2, "delta", 1), "b:2", "b:3") == ["", "b:2"]
+    monkeypatch.setattr("penstock.weights.store.FIRST_S", 60.0)
+    assert await told(Encoding(3, "delta", 2), "b:1", "b:3", "b:2") == ["b:2", "b:1", ""]
+    # A full encoding is nobody's turn: who has a base does not ask for it.
+    assert await told(Encoding(3, "lossless"), "a:3", "a:4") == ["", "a:3"]
+
+
+async def test_one_instance_of_a_machine_decodes_every_version_whoever_asks_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("penstock.weights.store.FIRST_S", 60.0)
+    async with store_of(0) as (store, address), loaders(3) as (one, *others):
+        for loader in (one, *others):
+            loader.serves(await loader.pull(address, 0, 60))
+        for version in (1, 2, 3):
+            await asyncio.to_thread(store.publish, version, tensors_of(version), CONFIG)
+            waiting = [asyncio.create_task(loader.pull(address, version, 60)) for loader in others]
+            while Encoding(version, "delta", version - 1) not in store._relays:
+                await asyncio.sleep(0.001)
+            decoded, *seen = [await one.pull(address, version, 60), *await asyncio.gather(*waiting)]
+            assert codecs(decoded) == [f"delta:{version}"]
+            assert decoded.bytes_fetched > 0
+            for weights in (decoded, *seen):
+                assert_whole(weights, version)
+            assert [weights.bytes_fetched for weights in seen] == [0, 0]
+            for loader, weights in zip((one, *others), (decoded, *seen), strict=True):
+                loader.serves(weights)
+
+
+async def test_a_first_one_that_is_gone_is_not_waited_for_nor_expected_again() -> None:
+    async with store_of(0, keep_versions=3) as (store, address), loaders(3) as (one, *others):
+        for loader in (one, *others):
+            loader.serves(await loader.pull(address, 0, 60))
+        await one.close()
+        for version in (1, 2):
+            await asyncio.to_thread(store.publish, version, tensors_of(version), CONFIG)
+            pulled = await asyncio.gather(*(loader.pull(address, version, 60) for loader in others))
+            for loader, weights in zip(others, pulled, strict=True):
+                assert_whole(weights, version)
+                loader.serves(weights)
+        assert sorted(weights.bytes_fetched > 0 for weights in pulled) == [False, True]
 
 
 async def test_a_run_that_goes_on_from_an_earlier_version_is_passed_on_as_before() -> None:
@@ -181,7 +243,7 @@ async def test_an_instance_that_lends_other_weights_under_the_number_is_left() -
             await asyncio.to_thread(store.publish, 0, tensors_of(1), CONFIG)
             assert one.relay is not None
             for codec in ("raw", "lossless"):
-                store.relay(Encoding(0, codec), f"127.0.0.1:{one.relay.port}")
+                await store.relay(Encoding(0, codec), f"127.0.0.1:{one.relay.port}")
             assert_whole(await other.pull(address, 0, 60), 1)
         finally:
             await asyncio.to_thread(store.close)

@@ -256,14 +256,14 @@ async def test_a_relay_that_is_gone_costs_a_retry_at_the_trainer() -> None:
 
 async def test_a_relay_that_never_gets_the_version_itself_is_left_for_the_trainer() -> None:
     async with store_of(0) as (store, address), relay_of(wait_s=0.05) as relay:
-        store.relay(Encoding(0), f"127.0.0.1:{relay.port}")
+        await store.relay(Encoding(0), f"127.0.0.1:{relay.port}")
         assert_whole(await fetch(address, 0, codec="raw"), 0)
         assert relay.counters()["refused_version"] >= 1
         half = relay_of(wait_s=0.05)
         async with half as stuck:
             manifest = store._held._versions[0]
             stuck.expect(Encoding(0), manifest.signed, len(manifest.manifest.chunks))
-            store.relay(Encoding(0), f"127.0.0.1:{stuck.port}")
+            await store.relay(Encoding(0), f"127.0.0.1:{stuck.port}")
             assert_whole(await fetch(address, 0, codec="raw"), 0)
             assert stuck.counters()["refused_busy"] >= 1
 
@@ -275,7 +275,7 @@ async def test_a_relay_that_lies_is_found_out_and_left() -> None:
         liar.expect(Encoding(0), signed, len(chunks))
         for index, chunk in enumerate(chunks):
             liar.put(Encoding(0), index, bytes(chunk.nbytes))
-        store.relay(Encoding(0), f"127.0.0.1:{liar.port}")
+        await store.relay(Encoding(0), f"127.0.0.1:{liar.port}")
         assert_whole(await fetch(address, 0, codec="raw", connections=2), 0)
         assert 1 <= liar.counters()["chunks"] < len(chunks) / 2
 

@@ -554,7 +554,7 @@ async def test_who_stands_between_two_instances_with_a_certificate_of_its_own_is
                 await transport.connect(middle, relay=True)
             (await transport.connect(f"127.0.0.1:{loader.relay.port}", relay=True)).close()
             # One that is named by the store costs a try, and the version comes from the trainer.
-            store.relay(Encoding(0), middle)
+            await store.relay(Encoding(0), middle)
             assert_whole(await fetch(address, 0, codec="raw", transport=transport), 0)
         await loader.close()
 

@@ -1,5 +1,4 @@
-"""What a store offers to a puller, and who it sends it on to: pure; from what is encoded, what could be, and what the
-puller holds."""
+"""What a store offers to a puller: pure; from what is encoded, what could be, and what the puller holds."""
 
 from __future__ import annotations
 
@@ -9,27 +8,9 @@ from penstock.weights.encodings import Estimate
 from penstock.weights.manifest import Encoding, Manifest
 from penstock.weights.protocol import GetOffers, Held, Offer, Offers
 
-__all__ = ["RelayChain", "codecs_of", "offers_of"]
+__all__ = ["codecs_of", "offers_of"]
 
 MAX_STEPS = 32
-
-
-class RelayChain:
-    """The instances that pass one encoding on, in the order in which they asked for it."""
-
-    def __init__(self) -> None:
-        self._asked: list[str] = []
-
-    def before(self, address: str) -> str:
-        """For who passes it on at `address` (host:port; empty: it does not) the one to fetch it from, empty for the
-        trainer: the one that asked before it on its own machine, else the first of the machine before. So they form a
-        chain that comes to each machine once."""
-        if address and address not in self._asked:
-            self._asked.append(address)
-        before = self._asked[: self._asked.index(address)] if address else self._asked[-1:]
-        firsts = {other.rpartition(":")[0]: other for other in reversed(before)}
-        near = [other for other in before if other.rpartition(":")[0] == address.rpartition(":")[0]]
-        return (near or sorted(firsts.values(), key=before.index) or [""])[-1]
 
 
 def offers_of(

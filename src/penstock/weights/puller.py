@@ -169,8 +169,15 @@ class _Pull:
                     except LinkLost as error:
                         await first.broke(error)
                     planned = await self._plan(first, codec, base)
-                if planned.relay and (shared := await self._shared(planned, threads)) is not None:
-                    return shared
+                if planned.relay:
+                    try:
+                        shared = await self._shared(planned, threads)
+                    except WeightError as error:
+                        self._note(f"not to be seen at {planned.relay}: {error}")
+                        # It has nothing to pass on either.
+                        shared, planned = None, replace(planned, relay="")
+                    if shared is not None:
+                        return shared
                 while True:
                     try:
                         return await self._come(first, planned, base, threads)
@@ -258,10 +265,10 @@ class _Pull:
         )
 
     async def _shared(self, own: Planned, threads: ThreadPoolExecutor) -> StagedWeights | None:
-        """The version where another instance on this machine has it whole, or will; None where that is not to be had.
+        """The version where another instance on this machine has it whole, or will; None where it can't be seen there.
 
         Believed no more than a wire: the manifest is signed, its tensors are those of the store's `own` plan, and every
-        one is verified here too.
+        one is verified here too. Raises WeightError where that instance has nothing, or other weights.
         """
         step, link, relay = Encoding(self._version), None, own.relay
         try:
@@ -276,17 +283,18 @@ class _Pull:
             manifest = self._believed(manifest, manifest.encoding, manifest.base_digest)
             if len(own.steps) == 1 and manifest.digest != decode_manifest(own.manifest).digest:
                 raise WeightError(f"it has other weights under version {self._version}")
-            seen = await link.mapped(planned.place, manifest.raw_nbytes)
-            if self.relay is not None:
-                # Those behind need not wait for this one's checksums: they take their own.
-                self.relay.lend(self._version, planned.manifest, link.sees, planned.place)
-            await verify_in_place(manifest, seen, threads, self.rates.cores)
+            try:
+                seen = await link.mapped(planned.place, manifest.raw_nbytes)
+                if self.relay is not None:
+                    # Those behind need not wait for this one's checksums: they take their own.
+                    self.relay.lend(self._version, planned.manifest, link.sees, planned.place)
+                await verify_in_place(manifest, seen, threads, self.rates.cores)
+            except WeightError as error:
+                self._note(f"not to be seen at {relay}: {error}")
+                return None
             way = f"{link.sees} of the instance at {relay}"
             self._transport.keep(relay, link)
             link = None
-        except WeightError as error:
-            self._note(f"not to be seen at {relay}: {error}")
-            return None
         finally:
             if link is not None:
                 link.close()

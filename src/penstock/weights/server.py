@@ -139,7 +139,7 @@ class Shelf(Protocol):
         """Those by which chunks can be fetched, of what a puller's Hello says."""
         ...
 
-    def relay(self, encoding: Encoding, address: str) -> str:
+    async def relay(self, encoding: Encoding, address: str) -> str:
         """Notes that `address` (empty for none) will have the encoding; returns who else has it, or empty."""
         ...
 
@@ -330,7 +330,7 @@ class _Reader:
             lease = await self._leased(steps[0], ask.wait_s, request.by, ask.draft)
         else:
             steps, lease = await self._chosen(request)
-        relay = self._relay_for(steps[0], request.relay_port)
+        relay = await self._relay_for(steps[0], request.relay_port)
         place = lease.whole(request.by) if request.by else ""
         is_draft = isinstance(lease, DraftLease) and lease.is_draft
         pushed = 0 if relay or place or is_draft else _pushed(lease, request.push_bytes)
@@ -360,7 +360,7 @@ class _Reader:
 
     async def _send_manifest(self, ask: GetManifest) -> None:
         lease = await self._leased(ask.encoding, ask.wait_s)
-        relay = self._relay_for(ask.encoding, ask.relay_port)
+        relay = await self._relay_for(ask.encoding, ask.relay_port)
         encoded = lease.manifest
         reply = ManifestReply(nbytes=len(encoded), xxh3=digest(encoded), relay=relay)
         await self._framed.send(encode_message(reply) + encoded)
@@ -373,9 +373,9 @@ class _Reader:
         await self._send(MadeReply(made=await lease.made(ask.first, min(max(ask.wait_s, 0.0), MAX_WAIT_S))))
         return True
 
-    def _relay_for(self, encoding: Encoding, port: int) -> str:
+    async def _relay_for(self, encoding: Encoding, port: int) -> str:
         own = format_address(self._host, port) if 0 < port < 65536 else ""
-        return self._shelf.relay(encoding, own)
+        return await self._shelf.relay(encoding, own)
 
     async def _send_chunks(self, ask: GetChunks) -> bool:
         lease = await self._leased(ask.encoding, 0.0, draft=True)

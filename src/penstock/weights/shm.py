@@ -159,9 +159,12 @@ def _remove(path: Path, file: int, owner: int) -> None:
 
 
 class SharedFetcher:
-    """The puller's side."""
+    """The puller's side. What is mapped by one of its links is mapped for all: neighbours lend on what they see."""
 
     kind = "shm"
+
+    def __init__(self) -> None:
+        self._mapped: weakref.WeakValueDictionary[Path, MappedFile] = weakref.WeakValueDictionary()
 
     def says(self) -> str:
         if importlib.util.find_spec("numpy") is None:
@@ -180,7 +183,7 @@ class SharedFetcher:
             raise WayClosed(f"the store's shared memory is not to be seen from here: {error}") from error
         if not way.proof or found != way.proof.encode():
             raise WayClosed(f"{proof} is not what this store has written: it is on another machine")
-        return SharedMapper(proof.parent)
+        return SharedMapper(proof.parent, self._mapped)
 
 
 class SharedMapper:
@@ -190,8 +193,10 @@ class SharedMapper:
     store has given up; that is let go of with the next version.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, mapped: weakref.WeakValueDictionary[Path, MappedFile] | None = None) -> None:
+        """`mapped`: files that are mapped already, here or by others."""
         self._folder = folder
+        self._mapped = weakref.WeakValueDictionary() if mapped is None else mapped
         self._kept: dict[Path, MappedFile] = {}
 
     def map(self, place: str, nbytes: int) -> Seen:
@@ -209,9 +214,10 @@ class SharedMapper:
                 raise WayClosed(f"shared memory {place} ends at {size}, before the version does at {nbytes}")
             if not _lock(file, fcntl.F_RDLCK):
                 raise LinkLost(f"the store has taken {place} for another version")
-            mapped = self._kept.get(path)
+            mapped = self._mapped.get(path)
             if mapped is None or len(mapped) != nbytes or not mapped.is_of(file):
-                mapped = self._kept[path] = MappedFile(file, nbytes)
+                mapped = self._mapped[path] = MappedFile(file, nbytes)
+            self._kept[path] = mapped
             return mapped.seen(functools.partial(_leave, file, os.getpid()))
         except BaseException as error:
             _leave(file, os.getpid())

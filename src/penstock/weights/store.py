@@ -24,7 +24,6 @@ from penstock.weights.holdings import Holdings
 from penstock.weights.leases import CodedLease, RawLease
 from penstock.weights.manifest import Encoding, Manifest, TensorEntry
 from penstock.weights.memory import usable_cores
-from penstock.weights.offers import RelayChain
 from penstock.weights.plan import CODECS, MAX_CHUNK_BYTES, check_manifest
 from penstock.weights.protocol import GetOffers, NoSuchVersion, Offers, Way
 from penstock.weights.published import (
@@ -37,11 +36,15 @@ from penstock.weights.published import (
     filled,
     version_of,
 )
+from penstock.weights.relay_chain import RelayChain
 from penstock.weights.server import Door, Lease, serve
 from penstock.weights.spares import Spares
 from penstock.weights.transport import Lender
 
 STOP_S = 5.0
+FIRST_S = 0.1
+"""That who asks first on a machine may wait for the one that had the last version first there: they are told of a
+version at once, and its own memory and what is mapped of it are worth more."""
 
 
 class WeightStore:
@@ -238,9 +241,16 @@ class WeightStore:
         found = (self._lenders[kind].way(one) for one in said if (kind := one.partition(":")[0]) in self._lenders)
         return tuple(way for way in found if way is not None)
 
-    def relay(self, encoding: Encoding, address: str) -> str:
+    async def relay(self, encoding: Encoding, address: str) -> str:
         oldest = min(self._held.versions(), default=0)
-        with self._lock:
-            for key in [key for key in self._relays if key.version < oldest]:
-                del self._relays[key]
-            return self._relays.setdefault(encoding, RelayChain()).before(address)
+        for key in [key for key in self._relays if key.version < oldest]:
+            del self._relays[key]
+        chain, base = self._relays.setdefault(encoding, RelayChain()), self._chain_of_base(encoding)
+        if address and base is not None:
+            await chain.first_first(address, base, FIRST_S)
+        return chain.before(address)
+
+    def _chain_of_base(self, encoding: Encoding) -> RelayChain | None:
+        """By which most who hold it came by the base, as far as is known."""
+        chains = {key.codec: chain for key, chain in self._relays.items() if key.version == encoding.base}
+        return chains.get(encoding.codec) or next(iter(chains.values()), None)

@@ -1,0 +1,51 @@
+"""Who fetches an encoding from whom: a chain of the instances that pass it on, which comes to each machine once.
+
+Decides by the order in which they ask; refuses to know whether they are still there. Driven by one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+__all__ = ["RelayChain"]
+
+
+class RelayChain:
+    """The instances that pass one encoding on, in the order in which they asked for it."""
+
+    def __init__(self) -> None:
+        self._asked: list[str] = []
+        self._came = asyncio.Event()
+        """Replaced each time that somebody asked."""
+
+    def firsts(self) -> dict[str, str]:
+        """By machine, the first that asked."""
+        return {_machine(address): address for address in reversed(self._asked)}
+
+    async def first_first(self, address: str, base: RelayChain, wait_s: float) -> None:
+        """Of a difference to the version of `base`: who asked for that one first on the machine of `address` may be so
+        again, if it asks within `wait_s`. It has memory for a version of its own, which the others have mapped."""
+        machine = _machine(address)
+        first = base.firsts().get(machine, address)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while first != address and machine not in self.firsts():
+                    await self._came.wait()
+
+    def before(self, address: str) -> str:
+        """For who passes it on at `address` (host:port; empty: it does not) the one to fetch it from, empty for the
+        trainer: the one that asked before it on its own machine, else the first of the machine before. So they form a
+        chain that comes to each machine once."""
+        if address and address not in self._asked:
+            self._asked.append(address)
+            self._came.set()
+            self._came = asyncio.Event()
+        before = self._asked[: self._asked.index(address)] if address else self._asked[-1:]
+        firsts = {_machine(other): other for other in reversed(before)}
+        near = [other for other in before if _machine(other) == _machine(address)]
+        return (near or sorted(firsts.values(), key=before.index) or [""])[-1]
+
+
+def _machine(address: str) -> str:
+    return address.rpartition(":")[0]
