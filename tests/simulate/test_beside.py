@@ -37,6 +37,21 @@ def test_they_do_what_as_many_machines_of_a_trace_would(machines: int, name: str
     assert beside.steps[0].times.window_s > 0
 
 
+def test_without_reserved_engines_no_step_waits_for_a_window() -> None:
+    profile = small_profile(reserved_instances=0)
+    for step, other in zip(run(profile, 3).steps, run(profile, 3, "penstock-no-window").steps, strict=True):
+        times = step.times
+        assert times.window_s == 0 < times.trainer_wait_s
+        assert times.step_s == pytest.approx(times.train_s + times.trainer_wait_s + profile.training.optimizer_s)
+        assert times.step_s == pytest.approx(other.times.step_s, rel=0.05)
+
+
+def test_rlboost_without_reserved_engines_is_rlboost_without_seeding() -> None:
+    profile = small_profile(reserved_instances=0)
+    seeded, unseeded = (run(profile, 3, name) for name in ("rlboost", "rlboost-no-seeding"))
+    assert seeded.wall_s == pytest.approx(unseeded.wall_s)
+
+
 def test_beside_takes_the_longer_of_both_and_turns_their_sum() -> None:
     training = Training(s_per_token=4e-4, micro_batch_samples=8)
     beside = run(small_profile(reserved_beside=True, training=training), 0)

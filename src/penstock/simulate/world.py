@@ -153,8 +153,10 @@ class World:
         self.clock.after(ready_s, lambda: self._open(step), idle=True)
 
     def _open(self, step: Step) -> None:
+        if step is not self.step:
+            return
         self._opening = False
-        if step is self.step and not self.window_open:
+        if not self.window_open:
             self.window_open = True
             for machine in self.reserved:
                 machine.at_s = self.clock.now
@@ -165,6 +167,9 @@ class World:
     def _wants_window(self) -> bool:
         """Asks the policy; says whether the reserved machines should generate on."""
         step, window = self._now_step(), self.strategy.window
+        if not self.reserved:
+            # Nobody would generate in it, and the trainer wait.
+            return False
         if window is None:
             return not self.remotes.held()
         fleet = self.remotes.held()
@@ -215,7 +220,13 @@ class World:
             everything = step.finished == len(step.samples)
             if everything or (self.strategy.streaming and not self._wants_window()):
                 self._hand_over()
-        elif self.training and not self._busy and not self.remotes.held() and step.finished < len(step.samples):
+        elif (
+            self.reserved
+            and self.training
+            and not self._busy
+            and not self.remotes.held()
+            and step.finished < len(step.samples)
+        ):
             # Nobody else is left: the trainer's machines complete the step.
             self.training = False
             self._idle_over(step)
