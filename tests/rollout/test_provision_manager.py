@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
+from typing import Any
 
 from provision_world import CONFIG
 from rollout_helpers import SimulatedAgent, World, submit
@@ -223,3 +224,33 @@ def test_the_account_tells_of_an_order_that_is_under_way() -> None:
     assert provisioning.saved(world.now)["asking"] == began
     World.carry_out(world, world.manager.on_provisioner(add, ["spot-0"], "", world.now))
     assert provisioning.saved(world.now)["asking"] == 0.0
+
+
+def test_the_account_tells_of_an_order_that_failed_until_a_list_shows_what_it_brought() -> None:
+    class Unlisted(Provided):
+        def carry_out(self, decisions: Decisions) -> None:
+            self.held = [*getattr(self, "held", []), *decisions.calls]
+            super().carry_out(replace(decisions, calls=[]))
+
+        def answer(self, kind: type, answer: list[Any], cause: str = "") -> None:
+            call = next(call for call in self.held if isinstance(call, kind))
+            self.held.remove(call)
+            self.carry_out(self.manager.on_provisioner(call, answer, cause, self.now))
+
+    world = Unlisted(first=1)
+    provisioning = world.manager.provisioning
+    assert provisioning is not None
+    world.pass_time(1)
+    world.answer(ListAll, [])
+    world.pass_time(1)
+    began = provisioning.saved(world.now)["asking"]
+    world.pass_time(1)
+    world.answer(Add, [], "cut off at its deadline")
+    # The machines may come for as long after that as a call takes.
+    failed = provisioning.saved(world.now)["asking"]
+    assert began < failed
+    assert provisioning.machines.machines == []
+    world.pass_time(30)
+    assert provisioning.saved(world.now)["asking"] == failed
+    world.answer(ListAll, [])
+    assert provisioning.saved(world.now)["asking"] != failed

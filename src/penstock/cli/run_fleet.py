@@ -74,7 +74,7 @@ class RunFleet:
 
     def release(self) -> None:
         """Returns once everything is released, or the manager and then this process have each tried for
-        `fleet.release_s` and a while; never raises."""
+        `fleet.release_s` and a while, this process for twice that while an order may bring machines; never raises."""
         if self._released:
             return
         self._released = True
@@ -87,13 +87,15 @@ class RunFleet:
         try:
             self._edge.run(self._by_manager(limit_s), "releasing the run's machines", limit_s + 2 * CALL_S)
             return
-        except (PenstockError, aiohttp.ClientError, OSError, ValueError) as error:
-            self._warn(f"the manager did not release the run's machines: {error or type(error).__name__}")
+        except (PenstockError, aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
+            self._warn(f"the manager did not release the run's machines: {words_of(error)}")
         saved = account.read()
         if account.trouble:
             self._warn(account.trouble)
         order_s = order_left_s(saved, self._config.call_s, time.time())
         last = LastRelease(self._provisioner, machines_of(saved), self._config.call_s, order_s)
+        # An order that is open can be seen to have ended only after its time, and what it brings is to be ended then.
+        limit_s += min(order_s, limit_s)
         try:
             self._edge.run(last.carry_out(limit_s), "releasing the run's machines", limit_s + 2 * CALL_S)
         except Exception as error:  # noqa: BLE001 - a user's provisioner may raise anything, and the run ends anyway

@@ -55,6 +55,11 @@ class Calls:
         """Whether any is in flight."""
         return bool(self._sent)
 
+    @property
+    def add_failed_at(self) -> float | None:
+        """When asking for machines failed last, where no list has shown yet what became of it."""
+        return self._unsure_since if self.unsure and self._unsure_since > float("-inf") else None
+
     def number(self) -> int:
         """A new one; no two calls or machines share one."""
         self._next += 1

@@ -104,15 +104,18 @@ class Provisioning:
     def saved(self, wall_s: float) -> dict[str, Any]:
         """To be kept where the next manager of the run finds it. `wall_s`: now, in seconds since 1970."""
         machines = self.machines
-        asked = [machine for machine in machines.machines if not machine.id]
+        asked = [machine.asked_at for machine in machines.machines if not machine.id]
+        if (failed_at := machines.calls.add_failed_at) is not None:
+            # A call that was cut off may bring its machines yet.
+            asked.append(failed_at)
         return {
             "spent": machines.purse.spent,
             "wanted": machines.wanted,
             "by_hand": machines.by_hand,
             "machines": [machine.id for machine in machines.machines if machine.id],
             "at": wall_s,
-            # Since when a call is under way that may bring machines without an id yet; 0 for none.
-            "asking": min((machine.asked_at + self._wall_offset_s for machine in asked), default=0.0),
+            # Since when a call may bring machines without an id yet; 0 for none.
+            "asking": min((at + self._wall_offset_s for at in asked), default=0.0),
             # Of machines that nothing has shown yet: an account before this one had them last.
             "unbilled": {
                 machine.id: machine.unbilled_since + self._wall_offset_s
