@@ -201,7 +201,7 @@ async def test_links_on_which_bytes_come_by_fits_and_starts_come_to_an_end(monke
 
 @pytest.mark.usefixtures("unpushed")
 async def test_a_connection_that_is_not_there_by_the_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.weights.puller.CONNECT_S", 1000.0)
+    monkeypatch.setattr("penstock.weights.reconnecting.CONNECT_S", 1000.0)
 
     async def first_alone(host: str, port: int) -> socket.socket:
         nonlocal opened
