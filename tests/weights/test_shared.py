@@ -118,6 +118,28 @@ async def test_the_chain_of_instances_comes_to_each_machine_once() -> None:
     assert told == ["", "a:1", "a:1", "a:2", "b:1", "b:1", "c:1", "a:1"]
 
 
+async def test_those_who_see_the_same_memory_all_go_to_the_first_of_them() -> None:
+    store = WeightStore("run", "127.0.0.1", 0, TOKEN)
+    asked = [("a:1", "shm:x"), ("a:2", "shm:x"), ("a:3", ""), ("a:4", "shm:x"), ("a:5", "shm:y"), ("a:6", "shm:y")]
+    told = [await store.relay(Encoding(0), address, memory) for address, memory in asked]
+    assert told == ["", "a:1", "a:2", "a:1", "a:4", "a:5"]
+    assert await store.relay(Encoding(0), "b:1", "shm:x") == "a:1", "another machine's memory is not to be seen"
+    assert await store.relay(Encoding(0), "", "shm:x") == "b:1"
+
+
+async def test_links_to_the_one_who_decodes_are_kept_from_version_to_version() -> None:
+    async with store_of(0, keep_versions=3) as (store, address), loaders(4) as (one, *others):
+        for version in range(4):
+            if version:
+                await asyncio.to_thread(store.publish, version, tensors_of(version), CONFIG)
+            pulled = [await loader.pull(address, version, 60) for loader in (one, *others)]
+            for loader, weights in zip((one, *others), pulled, strict=True):
+                loader.serves(weights)
+        assert one.relay is not None
+        assert one.relay.counters()["connections"] == 3
+        assert [other.relay.counters() for other in others if other.relay is not None] == [{}] * 3
+
+
 async def test_who_was_first_on_a_machine_is_so_again_for_the_next_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.weights.store.FIRST_S", 60.0)
     store = WeightStore("run", "127.0.0.1", 0, TOKEN)

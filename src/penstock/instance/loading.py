@@ -19,16 +19,13 @@ from penstock.weights.choose import CODEC_CHOICES, QUANTIZED, Rates
 from penstock.weights.encodings import can_zipnn, compile_ahead
 from penstock.weights.manifest import Manifest, StagedWeights, encode_manifest
 from penstock.weights.memory import NoMemory, Recycled, usable_cores
-from penstock.weights.protocol import Layout
+from penstock.weights.protocol import SHARED_MEMORY, Layout
 from penstock.weights.puller import DEFAULT_MAX_BYTES, fresh, pull
 from penstock.weights.relay import Relay
 from penstock.weights.tcp import TcpTransport
 from penstock.weights.ways import fetchers_of, lenders_of
 
 __all__ = ["WeightLoader", "came_by", "check_vocabulary"]
-
-SHARED = "shm"
-"""The way by which instances on one machine see each other's versions."""
 
 log = logging.getLogger("penstock.agent")
 
@@ -75,7 +72,7 @@ class WeightLoader:
         self._transport = TcpTransport(token, tls=tls, fetchers=fetchers_of(ways))
         self.layout = Layout()
         """Of the engine; told to the store with each pull."""
-        shared = lenders_of([SHARED], "") if relay_port is not None and SHARED in ways else []
+        shared = lenders_of([SHARED_MEMORY], "") if relay_port is not None and SHARED_MEMORY in ways else []
         self._lender = shared[0] if shared else None
         self._memory = Recycled(lender=self._lender)
         self._ahead = Ahead(self._memory.spare)

@@ -28,7 +28,7 @@ from penstock.errors import AuthError, FrameTooLarge, ProtocolMismatch, WeightEr
 from penstock.weights.manifest import Encoding, Made
 
 MAGIC = "penstock-weights"
-PROTOCOL = 5
+PROTOCOL = 6
 NONCE_BYTES = 32
 MAX_MESSAGE_BYTES = 16 * 1024
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
@@ -90,6 +90,10 @@ class Challenge(_Message, tag="challenge"):
 
 class Proof(_Message, tag="proof"):
     mac: bytes
+
+
+SHARED_MEMORY = "shm"
+"""The kind of way by which two processes of one machine see the same memory; what they say of it is then alike."""
 
 
 class Way(msgspec.Struct, frozen=True, array_like=True):
@@ -175,6 +179,8 @@ class GetPlan(_Message, tag="get_plan"):
     measured: Measured = Measured()
     relay_port: int = 0
     """Where the puller serves what it has to others; 0 for nowhere."""
+    without: tuple[str, ...] = ()
+    """Instances that it does not want to be sent to: they had nothing to pass on."""
     push_bytes: int = 0
     """So many may follow the manifest without being asked for."""
     layout: Layout = Layout()

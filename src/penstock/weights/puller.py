@@ -54,6 +54,8 @@ WAIT_S = 5.0
 """That a store is asked to wait for what is on its way; then it is asked again."""
 SHARED_WAIT_S = 600.0
 """For an instance on this machine that gets the version; it says sooner where nothing more of it comes."""
+MOST_WITHOUT = 64
+"""Instances that a store is told of, to be sent to none of them; its messages have a limit."""
 PUSH_BYTES = 4 << 20
 """That a store may send behind its plan; more is asked for while they come."""
 DEFAULT_MAX_BYTES = 1 << 40
@@ -149,6 +151,8 @@ class _Pull:
         self._in_place = False
         self.layout = Layout()
         self._came_by = ""
+        self._without: list[str] = []
+        """Instances that had nothing to pass on."""
 
     def progress(self) -> str:
         done = "no manifest yet" if self._fetch is None else self._fetch.progress()
@@ -162,22 +166,26 @@ class _Pull:
         threads = ThreadPoolExecutor(max(1, self.rates.cores), "weight-decode")
         try:
             async with Reconnecting(self._source, self._transport, self._note) as first:
-                planned = await self._plan(first, codec, base)
-                while planned.place:
-                    try:
-                        return await self._seen(first, planned, threads)
-                    except LinkLost as error:
-                        await first.broke(error)
+                while True:
                     planned = await self._plan(first, codec, base)
-                if planned.relay:
-                    try:
-                        shared = await self._shared(planned, threads)
-                    except WeightError as error:
-                        self._note(f"not to be seen at {planned.relay}: {error}")
-                        # It has nothing to pass on either.
-                        shared, planned = None, replace(planned, relay="")
-                    if shared is not None:
-                        return shared
+                    if planned.place:
+                        try:
+                            return await self._seen(first, planned, threads)
+                        except LinkLost as error:
+                            await first.broke(error)
+                    elif planned.relay:
+                        try:
+                            shared = await self._shared(planned, threads)
+                        except WeightError as error:
+                            self._note(f"not to be seen at {planned.relay}: {error}")
+                            # It has nothing to pass on either; another one may.
+                            self._without.append(planned.relay)
+                        else:
+                            if shared is not None:
+                                return shared
+                            break
+                    else:
+                        break
                 while True:
                     try:
                         return await self._come(first, planned, base, threads)
@@ -230,13 +238,14 @@ class _Pull:
                 codec=codec,
                 measured=self.rates.told(),
                 relay_port=self.relay.port if self.relay is not None else 0,
+                without=tuple(self._without[-MOST_WITHOUT:]),
                 push_bytes=push_bytes,
                 layout=self.layout,
             )
             planned = await link.plan(request)
             self._came_by = link.way
             # No other instance is nearer than the store's own memory.
-            return replace(planned, relay="") if link.direct else planned
+            return replace(planned, relay="") if link.direct or planned.relay in self._without else planned
 
         return await first.call(asked)
 

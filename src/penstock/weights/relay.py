@@ -222,7 +222,7 @@ class Relay:
         found = (lender.way(one) for lender in self._lenders for one in said)
         return tuple(way for way in found if way is not None)
 
-    async def relay(self, encoding: Encoding, address: str) -> str:
+    async def relay(self, encoding: Encoding, address: str, memory: str = "", without: Sequence[str] = ()) -> str:
         return ""
 
 

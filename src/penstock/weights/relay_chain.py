@@ -1,12 +1,14 @@
 """Who fetches an encoding from whom: a chain of the instances that pass it on, which comes to each machine once.
 
-Decides by the order in which they ask; refuses to know whether they are still there. Driven by one loop.
+Those that see the same memory all go to the first of them: there is nothing to be sent on from one to the next. Decides
+by the order in which they ask; refuses to know whether they are still there. Driven by one loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 
 __all__ = ["RelayChain"]
 
@@ -15,7 +17,8 @@ class RelayChain:
     """The instances that pass one encoding on, in the order in which they asked for it."""
 
     def __init__(self) -> None:
-        self._asked: list[str] = []
+        self._asked: dict[str, str] = {}
+        """The memory that each sees, as it says; empty for its own alone."""
         self._came = asyncio.Event()
         """Replaced each time that somebody asked."""
 
@@ -33,18 +36,23 @@ class RelayChain:
                 while first != address and machine not in self.firsts():
                     await self._came.wait()
 
-    def before(self, address: str) -> str:
+    def before(self, address: str, memory: str = "", without: Sequence[str] = ()) -> str:
         """For who passes it on at `address` (host:port; empty: it does not) the one to fetch it from, empty for the
-        trainer: the one that asked before it on its own machine, else the first of the machine before. So they form a
-        chain that comes to each machine once."""
+        trainer: on its own machine the first that sees the same `memory`, or else the one that asked before it; else
+        the first of the machine before. So they form a chain that comes to each machine once. Those `without` which it
+        wants to do are as if they had not asked."""
         if address and address not in self._asked:
-            self._asked.append(address)
+            self._asked[address] = memory
             self._came.set()
             self._came = asyncio.Event()
-        before = self._asked[: self._asked.index(address)] if address else self._asked[-1:]
+        asked = list(self._asked)
+        before = [other for other in asked[: asked.index(address) if address else None] if other not in without]
+        if not address:
+            before = before[-1:]
         firsts = {_machine(other): other for other in reversed(before)}
         near = [other for other in before if _machine(other) == _machine(address)]
-        return (near or sorted(firsts.values(), key=before.index) or [""])[-1]
+        sharing = [other for other in near if memory and self._asked[other] == memory]
+        return sharing[0] if sharing else (near or sorted(firsts.values(), key=before.index) or [""])[-1]
 
 
 def _machine(address: str) -> str:

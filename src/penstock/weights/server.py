@@ -26,6 +26,7 @@ from penstock.weights.protocol import (
     MAGIC,
     NONCE_BYTES,
     PROTOCOL,
+    SHARED_MEMORY,
     Accepted,
     Challenge,
     ChunkReply,
@@ -139,8 +140,9 @@ class Shelf(Protocol):
         """Those by which chunks can be fetched, of what a puller's Hello says."""
         ...
 
-    async def relay(self, encoding: Encoding, address: str) -> str:
-        """Notes that `address` (empty for none) will have the encoding; returns who else has it, or empty."""
+    async def relay(self, encoding: Encoding, address: str, memory: str = "", without: Sequence[str] = ()) -> str:
+        """Notes that `address` (empty for none) will have the encoding; returns who else has it, but those `without`
+        which it wants to do, or empty. `memory` is what those say alike that see the same; empty for none."""
         ...
 
 
@@ -207,6 +209,8 @@ class _Reader:
         self._framed: Framed
         self._role = ""
         """What the puller's certificate calls it."""
+        self._memory = ""
+        """That the puller could map, as it says."""
         self._lease: Lease | None = None
         self._encoding: Encoding | None = None
         self._draft = False
@@ -270,6 +274,7 @@ class _Reader:
         if token is None:
             return await self._refuse("token", "the token is not that of this run (PENSTOCK_TOKEN)")
         mac = prove(token, "store", hello.nonce, nonce, self._door.binding)
+        self._memory = next((said for said in hello.ways if said.partition(":")[0] == SHARED_MEMORY), "")
         await self._send(Accepted(mac=mac, ways=self._shelf.ways(hello.ways)))
         return True
 
@@ -330,7 +335,7 @@ class _Reader:
             lease = await self._leased(steps[0], ask.wait_s, request.by, ask.draft)
         else:
             steps, lease = await self._chosen(request)
-        relay = await self._relay_for(steps[0], request.relay_port)
+        relay = await self._relay_for(steps[0], request.relay_port, request.without)
         place = lease.whole(request.by) if request.by else ""
         is_draft = isinstance(lease, DraftLease) and lease.is_draft
         pushed = 0 if relay or place or is_draft else _pushed(lease, request.push_bytes)
@@ -373,9 +378,9 @@ class _Reader:
         await self._send(MadeReply(made=await lease.made(ask.first, min(max(ask.wait_s, 0.0), MAX_WAIT_S))))
         return True
 
-    async def _relay_for(self, encoding: Encoding, port: int) -> str:
+    async def _relay_for(self, encoding: Encoding, port: int, without: Sequence[str] = ()) -> str:
         own = format_address(self._host, port) if 0 < port < 65536 else ""
-        return await self._shelf.relay(encoding, own)
+        return await self._shelf.relay(encoding, own, self._memory, without)
 
     async def _send_chunks(self, ask: GetChunks) -> bool:
         lease = await self._leased(ask.encoding, 0.0, draft=True)

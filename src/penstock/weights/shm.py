@@ -30,7 +30,7 @@ from pathlib import Path
 from penstock.errors import MissingExtra
 from penstock.weights.mapped import MappedFile
 from penstock.weights.memory import NoMemory, check_room
-from penstock.weights.protocol import LinkLost, Way
+from penstock.weights.protocol import SHARED_MEMORY, LinkLost, Way
 from penstock.weights.transport import Seen, WayClosed
 
 __all__ = ["SHM_FOLDER", "SharedFetcher", "SharedLender", "SharedMapper"]
@@ -56,7 +56,7 @@ def _boot_id() -> str:
 class SharedLender:
     """The store's side. Raises WayClosed where `folder` can't be written to."""
 
-    kind = "shm"
+    kind = SHARED_MEMORY
     makes_memory = True
 
     def __init__(self, folder: Path = SHM_FOLDER) -> None:
@@ -161,7 +161,7 @@ def _remove(path: Path, file: int, owner: int) -> None:
 class SharedFetcher:
     """The puller's side. What is mapped by one of its links is mapped for all: neighbours lend on what they see."""
 
-    kind = "shm"
+    kind = SHARED_MEMORY
 
     def __init__(self) -> None:
         self._mapped: weakref.WeakValueDictionary[Path, MappedFile] = weakref.WeakValueDictionary()

@@ -241,14 +241,14 @@ class WeightStore:
         found = (self._lenders[kind].way(one) for one in said if (kind := one.partition(":")[0]) in self._lenders)
         return tuple(way for way in found if way is not None)
 
-    async def relay(self, encoding: Encoding, address: str) -> str:
+    async def relay(self, encoding: Encoding, address: str, memory: str = "", without: Sequence[str] = ()) -> str:
         oldest = min(self._held.versions(), default=0)
         for key in [key for key in self._relays if key.version < oldest]:
             del self._relays[key]
         chain, base = self._relays.setdefault(encoding, RelayChain()), self._chain_of_base(encoding)
         if address and base is not None:
             await chain.first_first(address, base, FIRST_S)
-        return chain.before(address)
+        return chain.before(address, memory, without)
 
     def _chain_of_base(self, encoding: Encoding) -> RelayChain | None:
         """By which most who hold it came by the base, as far as is known."""
