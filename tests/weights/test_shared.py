@@ -63,8 +63,8 @@ async def test_memory_that_others_look_at_is_not_written_to_for_the_next_version
 async def test_what_is_seen_is_verified_and_what_does_not_verify_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     mapped = SharedMapper.map
 
-    def spoiled(self: SharedMapper, place: str, nbytes: int) -> Seen:
-        seen = mapped(self, place, nbytes)
+    def spoiled(self: SharedMapper, place: str, nbytes: int, in_parts: bool = False) -> Seen:
+        seen = mapped(self, place, nbytes, in_parts)
         data = bytearray(seen.stream)
         data[100] ^= 1
         return replace(seen, stream=memoryview(data))

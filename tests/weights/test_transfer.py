@@ -36,7 +36,7 @@ CHUNK = 8192
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy is no relay that is gone."""
-    for module in ("puller", "reconnecting"):
+    for module in ("neighbours", "reconnecting"):
         monkeypatch.setattr(f"penstock.weights.{module}.RELAY_CONNECT_S", 60.0)
 
 

@@ -37,7 +37,7 @@ from penstock.instance.loading import WeightLoader
 __all__ = ["eight_and_one"]
 
 INSTANCES = 8
-ROUNDS = 3
+ROUNDS = 5
 """Of one and of eight in turn, after one of each that nobody counts: machines of a run have pulled before."""
 ROUNDS_VERSIONS = 2 * (1 + ROUNDS)
 FACTOR = 10.0

@@ -16,7 +16,7 @@ from typing import Protocol
 from penstock.errors import WeightError
 from penstock.weights.choose import Rates
 from penstock.weights.encodings import codec_of, decode_chunk
-from penstock.weights.manifest import Made, Manifest, completed
+from penstock.weights.manifest import Made, Manifest, completed, encode_manifest
 from penstock.weights.partial import Partial
 from penstock.weights.plan import (
     ChunkQueue,
@@ -179,6 +179,16 @@ class Fetch:
             self._queue.here_already(index)
             self._take(index, into)
         self._kept = kept
+
+    def lend_in_parts(self, relay: Relay) -> None:
+        """Neighbours may look at each tensor, by `relay`, from when it is verified; the manifest is final. Not at
+        those of raw chunks, which are read to where they lie and may have to be read once more."""
+        if self._sums is None or self._coder is None:
+            return
+        signed = encode_manifest(self._manifest)
+        verified = relay.lend_in_parts(self._encoding.version, signed, self._staging)
+        if verified is not None:
+            self._sums.tell(verified)
 
     def claim(self, pushed: int) -> Sequence[int]:
         """The chunks that come unasked, for the connection that they come by. Raises WeightError."""

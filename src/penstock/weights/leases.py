@@ -20,6 +20,8 @@ CHUNK_WAIT_S = 5.0
 class RawLease:
     """A raw version, straight from the trainer's copy, which is kept as long as this is open."""
 
+    is_draft = in_parts = False
+
     def __init__(self, held: Version, release: Callable[[Version], None], lenders: Mapping[str, Lender]) -> None:
         self._held = held
         self._release = release
@@ -49,6 +51,8 @@ class RawLease:
 class CodedLease:
     """An encoding, whole or (without `signed`, the final manifest) while it is made; its bytes live as long as somebody
     refers to them."""
+
+    in_parts = False
 
     def __init__(self, growing: Growing, signed: bytes = b"") -> None:
         self._growing: Growing | None = growing

@@ -141,7 +141,8 @@ class GetOffers(msgspec.Struct, frozen=True, kw_only=True):
     scheme: str = ""
     """By which the version is to be quantized (int8 or fp8); empty for the weights as they are."""
     draft: bool = False
-    """Whether the draft of an encoding that is being made will do: the puller asks for the rest of it by GetMade."""
+    """Whether the draft of an encoding that is being made will do: the puller asks for the rest of it by GetMade. Of a
+    version that is to be mapped: whether a place will do where it is being written."""
 
 
 class Offers(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,6 +202,8 @@ class Plan(_Message, tag="plan"):
     """Chunks of the first step that follow, from the first on."""
     place: str = ""
     """Where the first step's bytes lie, in the words of the way asked for; empty: they are to be asked for."""
+    in_parts: bool = False
+    """They are yet to be written there: each tensor's can be held once they will not change any more."""
 
 
 class GetManifest(_Message, tag="get_manifest"):

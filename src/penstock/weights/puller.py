@@ -32,6 +32,7 @@ from penstock.weights.manifest import (
 )
 from penstock.weights.mapped import verify_in_place
 from penstock.weights.memory import NoMemory, host_buffer
+from penstock.weights.neighbours import Neighbours
 from penstock.weights.partial import Partial, holds_something
 from penstock.weights.plan import check_made, check_manifest, split_tensors
 from penstock.weights.protocol import (
@@ -45,15 +46,13 @@ from penstock.weights.protocol import (
     OtherProtocol,
     TokenRefused,
 )
-from penstock.weights.reconnecting import RELAY_CONNECT_S, Reconnecting
+from penstock.weights.reconnecting import Reconnecting
 from penstock.weights.relay import Relay
 from penstock.weights.tcp import TcpTransport
 from penstock.weights.transport import Planned, WeightLink, WeightTransport
 
 WAIT_S = 5.0
 """That a store is asked to wait for what is on its way; then it is asked again."""
-SHARED_WAIT_S = 600.0
-"""For an instance on this machine that gets the version; it says sooner where nothing more of it comes."""
 MOST_WITHOUT = 64
 """Instances that a store is told of, to be sent to none of them; its messages have a limit."""
 PUSH_BYTES = 4 << 20
@@ -175,7 +174,7 @@ class _Pull:
                             await first.broke(error)
                     elif planned.relay:
                         try:
-                            shared = await self._shared(planned, threads)
+                            shared = await self._neighbours().seen(planned, threads)
                         except WeightError as error:
                             self._note(f"not to be seen at {planned.relay}: {error}")
                             # It has nothing to pass on either; another one may.
@@ -249,6 +248,9 @@ class _Pull:
 
         return await first.call(asked)
 
+    def _neighbours(self) -> Neighbours:
+        return Neighbours(self._version, self._transport, self.relay, self.rates, self._believed, self._note)
+
     async def _seen(self, first: Reconnecting, planned: Planned, threads: ThreadPoolExecutor) -> StagedWeights:
         """The version where the store has it, in memory that both see. Raises LinkLost where that is not to be had."""
         step = planned.steps[0]
@@ -272,44 +274,6 @@ class _Pull:
             bytes_fetched=manifest.raw_nbytes,
             way=self._came_by,
         )
-
-    async def _shared(self, own: Planned, threads: ThreadPoolExecutor) -> StagedWeights | None:
-        """The version where another instance on this machine has it whole, or will; None where it can't be seen there.
-
-        Believed no more than a wire: the manifest is signed, its tensors are those of the store's `own` plan, and every
-        one is verified here too. Raises WeightError where that instance has nothing, or other weights.
-        """
-        step, link, relay = Encoding(self._version), None, own.relay
-        try:
-            link = await self._transport.connect(relay, RELAY_CONNECT_S, True)
-            if not link.sees:
-                self._transport.keep(relay, link)
-                link = None
-                return None
-            ask = GetOffers(version=self._version, wait_s=SHARED_WAIT_S)
-            planned = await link.plan(GetPlan(ask=ask, codec="raw"))
-            manifest = decode_manifest(planned.manifest)
-            manifest = self._believed(manifest, manifest.encoding, manifest.base_digest)
-            if len(own.steps) == 1 and manifest.digest != decode_manifest(own.manifest).digest:
-                raise WeightError(f"it has other weights under version {self._version}")
-            try:
-                seen = await link.mapped(planned.place, manifest.raw_nbytes)
-                if self.relay is not None:
-                    # Those behind need not wait for this one's checksums: they take their own.
-                    self.relay.lend(self._version, planned.manifest, link.sees, planned.place)
-                await verify_in_place(manifest, seen, threads, self.rates.cores)
-            except WeightError as error:
-                self._note(f"not to be seen at {relay}: {error}")
-                return None
-            way = f"{link.sees} of the instance at {relay}"
-            self._transport.keep(relay, link)
-            link = None
-        finally:
-            if link is not None:
-                link.close()
-        stream = seen.stream
-        tensors = split_tensors(manifest, stream)
-        return StagedWeights(manifest=manifest, tensors=tensors, stream=stream, steps=(step,), bytes_fetched=0, way=way)
 
     async def _come(
         self, first: Reconnecting, planned: Planned, base: StagedWeights | None, threads: ThreadPoolExecutor
@@ -374,6 +338,8 @@ class _Pull:
         self._fetch = fetch
         fetch.pass_on(self.relay)
         try:
+            if self.relay is not None and not manifest.is_draft:
+                fetch.lend_in_parts(self.relay)
             await fetch.take_kept(kept)
             async with asyncio.TaskGroup() as group:
                 if manifest.is_draft:
@@ -388,6 +354,9 @@ class _Pull:
                 await fetch.run(first)
         finally:
             fetch.end()
+            if self.relay is not None:
+                # From now on it is lent whole, or not at all.
+                self.relay.take_back(self._version)
             self._fetched += fetch.bytes_fetched
             if kept is not None:
                 kept.close()
@@ -410,6 +379,8 @@ class _Pull:
             fetch.more(made)
             if fetch.made == len(draft.chunks):
                 self._believed(fetch.manifest, draft.encoding, draft.base_digest)
+                if self.relay is not None:
+                    fetch.lend_in_parts(self.relay)
                 return
 
     async def _through(self, fetch: Fetch, other: str) -> None:

@@ -1,17 +1,18 @@
 """An instance passes on what it has of a version, so that the trainer's link carries it about once.
 
 Serves the encodings of the versions that it was last told to expect, chunk by chunk as they come in and verify: whoever
-asks for one that is on its way waits. To those on the same machine it lends the version whole, once it lies in memory
-that they can see: one of them decodes it, and the others map and verify it. Behind the same token as the trainer's
-store; what it says is believed no more than any wire.
+asks for one that is on its way waits. To those on the same machine it lends the version, where it lies in memory that
+they can see: one of them decodes it, and the others map and verify it, each tensor once that one has. Behind the same
+token as the trainer's store; what it says is believed no more than any wire.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from penstock.weights.plan import Bytes
 from penstock.weights.protocol import GetOffers, NoSuchVersion, NotReady, Offers, Way
 from penstock.weights.server import Door, Lease, serve
 from penstock.weights.tls_socket import relay_server_context
-from penstock.weights.transport import Lender
+from penstock.weights.transport import Lender, PartLender
 
 __all__ = ["Relay"]
 
@@ -66,6 +67,8 @@ class _Whole:
     manifest: bytes
     kind: str
     place: str
+    in_parts: bool = False
+    """It is being written there."""
 
 
 class Relay:
@@ -94,6 +97,8 @@ class Relay:
         self._lenders = tuple(lenders)
         self._whole: dict[int, _Whole] = {}
         """That which was lent last at the end."""
+        self._written: dict[int, tuple[_Whole, Callable[[], None]]] = {}
+        """What is lent in parts, and what lends all of it."""
         self._passing: dict[Encoding, _Passing] = {}
         self._recent: dict[int, None] = {}
         """Versions that were expected, the last one at the end."""
@@ -164,6 +169,24 @@ class Relay:
             passing.came()
             self._stir()
 
+    def lend_in_parts(self, version: int, manifest: bytes, stream: memoryview) -> Callable[[int, int], None] | None:
+        """The version of `manifest` (signed) is being written to `stream`, if that is memory that others see, until
+        `take_back`. What is returned is to be told of each tensor, its offset and its bytes, that nobody will write to
+        any more; from any thread."""
+        for lender in self._lenders:
+            if isinstance(lender, PartLender) and (place := lender.place(stream)):
+                let_go = functools.partial(lender.lend, stream)
+                self._written[version] = _Whole(manifest, lender.kind, place, True), let_go
+                self._stir()
+                return functools.partial(lender.lend_part, stream)
+        return None
+
+    def take_back(self, version: int) -> None:
+        """What was lent in parts is whole, or never will be: those who wait for a tensor see for themselves."""
+        _, let_go = self._written.pop(version, (None, None))
+        if let_go is not None:
+            let_go()
+
     def lend(self, version: int, manifest: bytes, kind: str, place: str) -> None:
         """The version of `manifest` (signed) lies whole at `place`, by the way `kind`; nobody writes there any more."""
         _to_the_end(self._whole, version, _Whole(manifest, kind, place))
@@ -185,7 +208,7 @@ class Relay:
 
     async def open(self, encoding: Encoding, wait_s: float, by: str = "", draft: bool = False) -> Lease:
         if by:
-            return _WholeLease(await self._lent(encoding.version, wait_s))
+            return _WholeLease(await self._lent(encoding.version, wait_s, draft))
         if encoding not in self._passing and encoding.version in self._whole:
             raise NoSuchVersion(f"it has not fetched {encoding}, but seen it in another instance's memory")
         try:
@@ -196,8 +219,9 @@ class Relay:
             raise NoSuchVersion(f"it has nothing of {encoding}") from None
         return _RelayLease(self._passing[encoding], encoding, self._wait_s)
 
-    async def _lent(self, version: int, wait_s: float) -> _Whole:
-        """Waits for as long as something of a version comes. Raises NotReady, or NoSuchVersion where it will not."""
+    async def _lent(self, version: int, wait_s: float, in_parts: bool) -> _Whole:
+        """Waits for as long as something of a version comes; `in_parts`: that it is being written will do. Raises
+        NotReady, or NoSuchVersion where it will not."""
         try:
             async with asyncio.timeout(wait_s):
                 # It is expected soon, or never: what comes of other versions says nothing of it.
@@ -207,6 +231,8 @@ class Relay:
                         await self._arrived.wait()
                 while version not in self._whole:
                     self._check_that_it_may_come(version)
+                    if in_parts and version in self._written:
+                        return self._written[version][0]
                     async with asyncio.timeout(self._wait_s):
                         await self._arrived.wait()
         except TimeoutError:
@@ -235,10 +261,12 @@ class _WholeLease:
     """Where a version lies, for those who see it; they fetch no chunks by it."""
 
     chunks = 0
+    is_draft = False
 
     def __init__(self, whole: _Whole) -> None:
         self._whole = whole
         self.manifest = whole.manifest
+        self.in_parts = whole.in_parts
 
     def nbytes(self, index: int) -> int:
         return 0
@@ -257,6 +285,8 @@ class _WholeLease:
 
 
 class _RelayLease:
+    is_draft = in_parts = False
+
     def __init__(self, passing: _Passing, encoding: Encoding, wait_s: float) -> None:
         self._passing = passing
         self._encoding = encoding

@@ -89,6 +89,16 @@ class Lease(Protocol):
     @property
     def chunks(self) -> int: ...
 
+    @property
+    def is_draft(self) -> bool:
+        """Whether `manifest` is a draft, of a DraftLease."""
+        ...
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether where it lies `whole` it is still being written."""
+        ...
+
     def nbytes(self, index: int) -> int:
         """Of a chunk, on the wire; 0 where that is not known, since it is not there yet."""
         ...
@@ -111,11 +121,6 @@ class Lease(Protocol):
 @runtime_checkable
 class DraftLease(Lease, Protocol):
     """Of an encoding that is, or was, made while it is read."""
-
-    @property
-    def is_draft(self) -> bool:
-        """Whether `manifest` is a draft."""
-        ...
 
     async def made(self, first: int, wait_s: float) -> Made:
         """What has been made from chunk `first` on. Raises NotReady, GivenUp."""
@@ -337,12 +342,19 @@ class _Reader:
             steps, lease = await self._chosen(request)
         relay = await self._relay_for(steps[0], request.relay_port, request.without)
         place = lease.whole(request.by) if request.by else ""
-        is_draft = isinstance(lease, DraftLease) and lease.is_draft
-        pushed = 0 if relay or place or is_draft else _pushed(lease, request.push_bytes)
+        pushed = 0 if relay or place or lease.is_draft else _pushed(lease, request.push_bytes)
         signed = lease.manifest
-        plan = Plan(steps=steps, nbytes=len(signed), xxh3=digest(signed), relay=relay, pushed=pushed, place=place)
+        plan = Plan(
+            steps=steps,
+            nbytes=len(signed),
+            xxh3=digest(signed),
+            relay=relay,
+            pushed=pushed,
+            place=place,
+            in_parts=lease.in_parts,
+        )
         await self._framed.send(encode_message(plan) + signed)
-        self._shelf.count("drafts" if is_draft else "manifests")
+        self._shelf.count("drafts" if lease.is_draft else "manifests")
         if place:
             self._shelf.count(f"lent_by_{request.by}")
         await self._send_run([await lease.chunk(index) for index in range(pushed)])

@@ -1,9 +1,10 @@
 """Shared memory on one host: a version lies in a file of /dev/shm, and a puller on the same machine maps it.
 
 Nothing is copied: the puller verifies the store's own pages and hands out views of them. For as long as a view is left
-the puller holds a read lock on the file. The store writes only to files on which it holds the write lock, which it
+the puller holds a read lock on the file. The store writes only to bytes on which it holds the write lock, which it
 drops when a version is whole: memory that somebody looks at is not used for another version, and a puller that is
-killed lets go of it, with the last process that it has forked off.
+killed lets go of it, with the last process that it has forked off. Who passes a version on drops the lock on each
+tensor once that is verified, so that others look at the first ones while the last are still written.
 
 That both are on one machine is proved, not assumed: the puller says its kernel's boot id, and the store names a file
 whose content only it can have written; a puller that finds that content sees the same memory. (Two containers on one
@@ -112,6 +113,10 @@ class SharedLender:
         if id(stream.obj) in self._files:
             _lock(self._files[id(stream.obj)][1], fcntl.F_UNLCK)
 
+    def lend_part(self, stream: memoryview, start: int, nbytes: int) -> None:
+        if nbytes and id(stream.obj) in self._files:
+            _lock(self._files[id(stream.obj)][1], fcntl.F_UNLCK, start, nbytes)
+
     def claim(self, stream: memoryview) -> bool:
         return id(stream.obj) not in self._files or _lock(self._files[id(stream.obj)][1], fcntl.F_WRLCK)
 
@@ -199,7 +204,7 @@ class SharedMapper:
         self._mapped = weakref.WeakValueDictionary() if mapped is None else mapped
         self._kept: dict[Path, MappedFile] = {}
 
-    def map(self, place: str, nbytes: int) -> Seen:
+    def map(self, place: str, nbytes: int, in_parts: bool = False) -> Seen:
         path = Path(place)
         if path.parent != self._folder or not path.name.startswith(PREFIX):
             raise WayClosed(f"{place!r} is no shared memory of a weight store")
@@ -212,13 +217,13 @@ class SharedMapper:
         try:
             if (size := os.fstat(file).st_size) < nbytes:
                 raise WayClosed(f"shared memory {place} ends at {size}, before the version does at {nbytes}")
-            if not _lock(file, fcntl.F_RDLCK):
+            if not in_parts and not _lock(file, fcntl.F_RDLCK):
                 raise LinkLost(f"the store has taken {place} for another version")
             mapped = self._mapped.get(path)
             if mapped is None or len(mapped) != nbytes or not mapped.is_of(file):
                 mapped = self._mapped[path] = MappedFile(file, nbytes)
             self._kept[path] = mapped
-            return mapped.seen(functools.partial(_leave, file, os.getpid()))
+            return mapped.seen(functools.partial(_hold, file), functools.partial(_leave, file, os.getpid()))
         except BaseException as error:
             _leave(file, os.getpid())
             if isinstance(error, OSError | ValueError):
@@ -227,6 +232,10 @@ class SharedMapper:
 
     def close(self) -> None:
         self._kept = {}
+
+
+def _hold(file: int, start: int, nbytes: int) -> bool:
+    return not nbytes or _lock(file, fcntl.F_RDLCK, start, nbytes)
 
 
 def _leave(file: int, owner: int) -> None:
@@ -238,14 +247,15 @@ def _leave(file: int, owner: int) -> None:
     os.close(file)
 
 
-def _lock(file: int, kind: int) -> bool:
-    """Takes (F_RDLCK, F_WRLCK) or drops (F_UNLCK) the open file's lock; False where another's is in the way.
+def _lock(file: int, kind: int, start: int = 0, nbytes: int = 0) -> bool:
+    """Takes (F_RDLCK, F_WRLCK) or drops (F_UNLCK) the open file's lock on so many bytes, or, with 0, on all from
+    `start` on; False where another's is in the way.
 
     A lock of an open file description (Linux): held until the last descriptor made of it is gone, however that came,
     and any mapping; also between two users within one process. Independent of flock's, which says that the store lives.
     """
     try:
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, FLOCK.pack(kind, os.SEEK_SET, start, nbytes, 0))
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False

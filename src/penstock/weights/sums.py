@@ -8,7 +8,7 @@ no threads; whoever brings a chunk does the work.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -68,6 +68,7 @@ class TensorSums:
         self._sums = [self._new(tensor) for tensor in range(len(manifest.tensors))]
         self._lock = Lock()
         self._found: dict[int, int] = {}
+        self._heard: Callable[[int, int], None] | None = None
         for tensor, entry in enumerate(manifest.tensors):
             if not entry.nbytes:
                 self._go_on(tensor)  # No byte stands for it.
@@ -88,6 +89,18 @@ class TensorSums:
         first = bisect_right(self._offsets, entry.offset + before) - 1
         for tensor in range(first, bisect_left(self._offsets, entry.offset + nbytes)):
             self._go_on(tensor)
+
+    def tell(self, heard: Callable[[int, int], None]) -> None:
+        """Tells `heard` of each tensor that verifies, where it begins and how long it is; also of those that did."""
+        with self._lock:
+            self._heard, found = heard, list(self._found)
+        for tensor in found:
+            self._say(tensor)
+
+    def _say(self, tensor: int) -> None:
+        entry = self._manifest.tensors[tensor]
+        if self._heard is not None and self._found.get(tensor) == entry.xxh3:
+            self._heard(self._offsets[tensor], entry.nbytes)
 
     def lost(self, chunk: int) -> None:
         """It is not to be relied on, and comes again; checksums in which it was or may be begin anew."""
@@ -129,9 +142,10 @@ class TensorSums:
         while True:
             with self._lock:
                 if sum_.at == end:
-                    if self._sums[tensor] is sum_:
-                        self._found[tensor] = sum_.value.intdigest()
-                    return
+                    if self._sums[tensor] is not sum_:
+                        return
+                    self._found[tensor] = sum_.value.intdigest()
+                    break
                 chunk = self._manifest.chunks[sum_.following]
                 there = min(chunk.offset + self._there[sum_.following], end)
                 if there <= sum_.at:
@@ -141,3 +155,4 @@ class TensorSums:
             sum_.at = there
             if there == chunk.offset + chunk.raw_nbytes:
                 sum_.following += 1
+        self._say(tensor)

@@ -351,13 +351,14 @@ class TcpLink:
         if self._mapper is not None:
             self._lent = bool(reply.place)
             self._not_by[self._by] = "this version does not lie there"
-        return Planned(reply.steps, manifest, reply.relay, reply.pushed, reply.place if self._mapper else "")
+        place = reply.place if self._mapper else ""
+        return Planned(reply.steps, manifest, reply.relay, reply.pushed, place, reply.in_parts)
 
-    async def mapped(self, place: str, nbytes: int) -> Seen:
+    async def mapped(self, place: str, nbytes: int, in_parts: bool = False) -> Seen:
         if self._mapper is None:
             raise BadMessage(f"{self._source} names a place, and was asked for none")
         try:
-            return await asyncio.to_thread(self._mapper.map, place, nbytes)
+            return self._mapper.map(place, nbytes, in_parts)
         except WayClosed as error:
             self._on_closed(str(error))
             raise LinkLost(str(error)) from error

@@ -23,6 +23,7 @@ __all__ = [
     "Fetcher",
     "Lender",
     "Mapper",
+    "PartLender",
     "Planned",
     "Reader",
     "Seen",
@@ -51,13 +52,17 @@ class Planned:
     """Chunks of the first step, from the first on, that are to be read from this link as if asked for."""
     place: str = ""
     """Where the first step's bytes lie whole, for `WeightLink.mapped`; empty where they have to be fetched."""
+    in_parts: bool = False
+    """They are being written there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Memory of another process, read-only, that is not written to while a view of it is left."""
+    """Memory of another process, read-only. What is held is not written to while a view of any of it is left."""
 
     stream: memoryview
+    hold: Callable[[int, int], bool]
+    """Holds so many bytes from an offset on; False where they may still be written to. From any thread."""
     touch: Callable[[int, int], None]
     """Maps the pages of so many bytes from an offset on at once, where that was not done before; from any thread."""
 
@@ -102,8 +107,8 @@ class WeightLink(Protocol):
         """The way to the version that is asked for; waits for one that is being published."""
         ...
 
-    async def mapped(self, place: str, nbytes: int) -> Seen:
-        """The bytes at a plan's `place`, not verified yet."""
+    async def mapped(self, place: str, nbytes: int, in_parts: bool = False) -> Seen:
+        """The bytes at a plan's `place`, not verified yet. All of them are held, or, `in_parts`, none yet."""
         ...
 
     async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
@@ -150,7 +155,7 @@ class WeightTransport(Protocol):
 class Mapper(Protocol):
     """The puller's end of a way to memory that it can see."""
 
-    def map(self, place: str, nbytes: int) -> Seen:
+    def map(self, place: str, nbytes: int, in_parts: bool = False) -> Seen:
         """Raises WayClosed, or LinkLost where the store has given the place to another version meanwhile."""
         ...
 
@@ -216,3 +221,12 @@ class Lender(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class PartLender(Lender, Protocol):
+    """A way by which bytes can be looked at while others beside them are written."""
+
+    def lend_part(self, stream: memoryview, start: int, nbytes: int) -> None:
+        """These may be served from here, and nobody writes to them until `claim` says yes."""
+        ...

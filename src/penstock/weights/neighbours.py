@@ -1,0 +1,126 @@
+"""A version that another instance on this machine has, or writes: seen in its memory, and verified here.
+
+Believed no more than a wire: its manifest is signed, its tensors are those of the store's own plan, and every one is
+verified by whoever looks at it. Decides what is waited for; refuses to know what is done where nothing can be seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from penstock.errors import WeightError
+from penstock.weights.choose import Rates
+from penstock.weights.manifest import Encoding, Manifest, StagedWeights, decode_manifest
+from penstock.weights.mapped import verify_in_place
+from penstock.weights.plan import split_tensors
+from penstock.weights.protocol import GetOffers, GetPlan, LinkLost
+from penstock.weights.reconnecting import RELAY_CONNECT_S
+from penstock.weights.relay import Relay
+from penstock.weights.transport import Planned, Seen, WeightLink, WeightTransport
+
+__all__ = ["Neighbours"]
+
+WAIT_S = 600.0
+"""For an instance that gets the version; it says sooner where nothing more of it comes."""
+SOON_S = 0.5
+"""Within which most versions that are being written are whole; then their writer is asked whether it goes on."""
+
+Believed = Callable[[Manifest, Encoding, str], Manifest]
+"""Raises WeightError for a manifest that is not the trainer's, or not of that encoding and base."""
+
+
+class Neighbours:
+    """For one pull."""
+
+    def __init__(
+        self,
+        version: int,
+        transport: WeightTransport,
+        relay: Relay | None,
+        rates: Rates,
+        believed: Believed,
+        note: Callable[[str], None],
+    ) -> None:
+        """`relay` lends on what is seen; `note` hears of trouble."""
+        self._version = version
+        self._transport = transport
+        self._relay = relay
+        self._rates = rates
+        self._believed = believed
+        self._note = note
+
+    async def seen(self, own: Planned, threads: Executor) -> StagedWeights | None:
+        """The version at the instance that the store's `own` plan names; None where it can't be seen there. Raises
+        WeightError where that instance has nothing, or other weights."""
+        link = await self._transport.connect(own.relay, RELAY_CONNECT_S, True)
+        try:
+            staged = await self._at(link, own, threads) if link.sees else None
+        except BaseException:
+            link.close()
+            raise
+        if staged is None and link.sees:
+            link.close()
+        else:
+            self._transport.keep(own.relay, link)
+        return staged
+
+    async def _at(self, link: WeightLink, own: Planned, threads: Executor) -> StagedWeights | None:
+        planned = await self._lent(link, in_parts=True)
+        manifest = self._manifest(own, planned)
+        try:
+            seen = await link.mapped(planned.place, manifest.raw_nbytes, planned.in_parts)
+            if not planned.in_parts:
+                await verify_in_place(manifest, seen, threads, self._rates.cores)
+        except WeightError as error:
+            self._note(f"not to be seen at {own.relay}: {error}")
+            return None
+        if planned.in_parts:
+            await self._verified_in_parts(link, planned.place, seen, manifest, threads)
+        if self._relay is not None:
+            self._relay.lend(self._version, planned.manifest, link.sees, planned.place)
+        return StagedWeights(
+            manifest=manifest,
+            tensors=split_tensors(manifest, seen.stream),
+            stream=seen.stream,
+            steps=(Encoding(self._version),),
+            bytes_fetched=0,
+            way=f"{link.sees} of the instance at {own.relay}",
+        )
+
+    async def _lent(self, link: WeightLink, in_parts: bool) -> Planned:
+        ask = GetOffers(version=self._version, wait_s=WAIT_S, draft=in_parts)
+        return await link.plan(GetPlan(ask=ask, codec="raw"))
+
+    def _manifest(self, own: Planned, planned: Planned) -> Manifest:
+        """Of what the other instance lends."""
+        manifest = decode_manifest(planned.manifest)
+        manifest = self._believed(manifest, manifest.encoding, manifest.base_digest)
+        if len(own.steps) == 1 and manifest.digest != decode_manifest(own.manifest).digest:
+            raise WeightError(f"it has other weights under version {self._version}")
+        return manifest
+
+    async def _verified_in_parts(
+        self, link: WeightLink, place: str, seen: Seen, manifest: Manifest, threads: Executor
+    ) -> None:
+        """Verifies what is written at `place`, tensor by tensor as its writer lets go of them, and holds all of it.
+
+        A writer that fails, or is killed, lets go of everything: then a tensor does not verify. Who hangs is asked.
+        Raises WeightError where it does not come to be whole.
+        """
+        lent = threading.Event()
+        verifying = asyncio.create_task(verify_in_place(manifest, seen, threads, self._rates.cores, lent))
+        try:
+            if not (await asyncio.wait((verifying,), timeout=SOON_S))[0]:
+                whole = await self._lent(link, in_parts=False)
+                if whole.place != place:
+                    raise WeightError(f"weight version {self._version} has come to lie elsewhere")
+                lent.set()
+            await verifying
+        finally:
+            verifying.cancel()
+            await asyncio.gather(verifying, return_exceptions=True)
+        if not seen.hold(0, manifest.raw_nbytes):
+            raise LinkLost("it has taken its memory for another version")
