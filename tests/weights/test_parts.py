@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import threading
 from collections.abc import Iterator
@@ -24,11 +25,12 @@ from penstock.weights import StagedWeights, WeightStore
 from penstock.weights.encodings import decode_chunk
 from penstock.weights.manifest import Manifest
 from penstock.weights.mapped import check_tensor_bytes, verify_in_place
-from penstock.weights.protocol import LinkLost
+from penstock.weights.neighbours import Neighbours
+from penstock.weights.protocol import LinkLost, NoSuchVersion, NotReady
 from penstock.weights.relay import Relay
 from penstock.weights.shm import SharedLender, SharedMapper
 from penstock.weights.sums import TensorSums
-from penstock.weights.transport import Seen
+from penstock.weights.transport import Planned, Seen, WeightLink
 
 TENSORS, ELEMENTS = 6, 10_000
 NBYTES = 1 << 16
@@ -55,6 +57,8 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
         self.armed = False
+        self.spoils = False
+        """What it kept back is not decoded at all."""
         self.verified: list[str] = []
         monkeypatch.setattr("penstock.weights.fetch.decode_chunk", self._decode)
         monkeypatch.setattr("penstock.weights.mapped.check_tensor_bytes", self._check)
@@ -63,6 +67,8 @@ class Gate:
         if self.armed and chunk.offset + chunk.raw_nbytes == len(staging):
             self.armed = False
             assert self.opened.wait(60)
+            if self.spoils:
+                return
         decode_chunk(coder, dtypes, chunk, data, base, staging)
 
     def _check(self, version: int, tensor: Any, data: Any) -> None:
@@ -111,6 +117,15 @@ async def begun(loader: WeightLoader, store: WeightStore, address: str) -> async
     return task
 
 
+async def written_at(loader: WeightLoader) -> str:
+    """Where it writes version 1, once that is to be seen."""
+    assert loader.relay is not None
+    async with asyncio.timeout(60):
+        while 1 not in loader.relay._written:
+            await asyncio.sleep(0.001)
+    return loader.relay._written[1][0].place
+
+
 @pytest.mark.parametrize("encoded", [True, False])
 @pytest.mark.parametrize("codec", ["delta", "lossless"])
 async def test_neighbours_verify_what_is_there_while_the_rest_is_written(codec: str, encoded: bool, gate: Gate) -> None:
@@ -136,6 +151,9 @@ async def test_a_writer_that_gives_up_is_left_and_another_one_decodes(gate: Gate
         writing = await begun(one, store, address)
         looking = [await begun(other, store, address) for other in others]
         await gate.all_but_the_last(times=2)
+        place = await written_at(one)
+        assert one.relay is not None
+        one.relay._wait_s = 0.05
         writing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await writing
@@ -143,20 +161,101 @@ async def test_a_writer_that_gives_up_is_left_and_another_one_decodes(gate: Gate
         for weights in pulled:
             assert_whole(weights, 1)
         assert sorted(weights.bytes_fetched > 0 for weights in pulled) == [False, True]
+        # A thread still decodes there: nobody may take it for memory that does not change.
+        mapper = SharedMapper(Path(place).parent)
+        with pytest.raises(LinkLost):
+            mapper.map(place, len(pulled[0].stream))
+        gate.opened.set()
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(LinkLost):
+                    mapper.map(place, len(pulled[0].stream))
+                    break
+                await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("spoils", [True, False])
+async def test_a_writer_that_gives_up_late_is_not_waited_for_and_what_was_seen_there_is_let_go_of(
+    spoils: bool, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asyncio.Event()
+
+    async def lent(self: Neighbours, link: WeightLink, in_parts: bool) -> Planned:
+        if not in_parts:
+            asked.set()
+        return await lent_before(self, link, in_parts)
+
+    lent_before = Neighbours._lent
+    monkeypatch.setattr("penstock.weights.neighbours.SOON_S", 0.01)
+    monkeypatch.setattr("penstock.weights.neighbours.LAST_S", 0.05)
+    monkeypatch.setattr(Neighbours, "_lent", lent)
+    async with instances(gate, 2) as (store, address, (one, other)):
+        assert one.relay is not None
+        one.relay._wait_s = 1000.0
+        writing = await begun(one, store, address)
+        looking = await begun(other, store, address)
+        await gate.all_but_the_last()
+        await asked.wait()
+        place = await written_at(one)
+        gc.collect()
+        gc.disable()
+        try:
+            writing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await writing
+            gate.spoils = spoils
+            gate.opened.set()
+            async with asyncio.timeout(30):
+                weights = await looking
+            assert_whole(weights, 1)
+            # Without it every tensor has come to be whole, and is held, though the writer never says so.
+            assert (weights.bytes_fetched > 0) == spoils
+            assert one._lender is not None
+            (buffer,) = [view for view in map(memoryview, one._memory._held) if one._lender.place(view) == place]
+            assert spoils or not one._lender.claim(buffer)
+            del weights
+            async with asyncio.timeout(60):
+                while spoils and not one._lender.claim(buffer):
+                    await asyncio.sleep(0.001)
+        finally:
+            gc.enable()
+
+
+async def test_a_writer_that_answers_no_more_is_left(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its process is stopped, or its loop stuck: the kernel goes on answering for it.
+    monkeypatch.setattr("penstock.weights.neighbours.SOON_S", 0.01)
+    monkeypatch.setattr("penstock.weights.neighbours.ASK_S", 0.05)
+    monkeypatch.setattr("penstock.weights.neighbours.ANSWER_S", 0.05)
+
+    async def hung(*args: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async with instances(gate, 2) as (store, address, (one, other)):
+        writing = await begun(one, store, address)
+        await written_at(one)
+        monkeypatch.setattr(one.relay, "open", hung)
+        # Within less than links wait for a byte.
+        async with asyncio.timeout(15):
+            weights = await other.pull(address, 1, 60)
+        assert_whole(weights, 1)
+        assert weights.bytes_fetched > 0
+        gate.opened.set()
+        assert_whole(await writing, 1)
 
 
 async def test_a_writer_that_hangs_is_asked_and_left(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.weights.neighbours.SOON_S", 0.01)
     async with instances(gate, 2) as (store, address, (one, other)):
         assert one.relay is not None
-        one.relay._wait_s = 0.05
         writing = await begun(one, store, address)
+        await written_at(one)
+        one.relay._wait_s = 0.05
         looking = await begun(other, store, address)
         await gate.all_but_the_last()
         weights = await looking
         assert_whole(weights, 1)
         assert weights.bytes_fetched > 0
-        assert one.relay.counters()["refused_busy"] == 1
+        assert one.relay.counters()["refused_version"] == 1
         assert not writing.done()
         gate.opened.set()
         assert_whole(await writing, 1)
@@ -164,12 +263,16 @@ async def test_a_writer_that_hangs_is_asked_and_left(gate: Gate, monkeypatch: py
 
 async def test_a_long_write_is_waited_for(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.weights.neighbours.SOON_S", 0.01)
+    monkeypatch.setattr("penstock.weights.neighbours.ASK_S", 0.05)
     async with instances(gate, 2) as (store, address, (one, other)):
         assert one.relay is not None
+        one.relay._wait_s = 1000.0
         writing = await begun(one, store, address)
         looking = await begun(other, store, address)
         await gate.all_but_the_last()
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            while one.relay.counters().get("refused_not_ready", 0) < 2:
+                await asyncio.sleep(0.001)
         gate.opened.set()
         weights = await looking
         assert weights.bytes_fetched == 0
@@ -311,19 +414,24 @@ def test_each_tensor_is_told_of_once_it_is_whole_and_never_before(
 
 
 async def test_the_relay_says_where_a_version_is_written_and_no_more_once_that_ends() -> None:
-    relay = Relay(TOKEN, wait_s=0.0, lenders=[lending := Lending()])
+    relay = Relay(TOKEN, lenders=[lending := Lending()])
     stream = memoryview(bytearray(8))
     part = relay.lend_in_parts(3, b"signed", stream)
     assert part is not None
     part(2, 4)
     assert lending.said == [("part", 2, 4)]
     relay._recent[3] = None
-    relay.take_back(3)
+    let_go = relay.take_back(3)
+    assert len(lending.said) == 1, "somebody may still write there"
+    assert let_go is not None
+    let_go()
     assert lending.said[1:] == [("all",)]
-    relay.take_back(3)
-    assert len(lending.said) == 2
-    with pytest.raises(LinkLost):
+    assert relay.take_back(3) is None
+    with pytest.raises(NotReady):
         await relay._lent(3, 0.0, True)
+    relay._wait_s = 0.0
+    with pytest.raises(NoSuchVersion):
+        await relay._lent(3, 60.0, True)
 
 
 class Lending:

@@ -14,7 +14,7 @@ from test_weight_store import CONFIG, TOKEN
 from penstock.instance.loading import WeightLoader
 from penstock.weights import WeightStore
 from penstock.weights.manifest import Encoding
-from penstock.weights.protocol import NoSuchVersion, NotReady
+from penstock.weights.protocol import NoSuchVersion
 from penstock.weights.relay import Relay
 from penstock.weights.shm import SharedMapper
 from penstock.weights.transport import Seen
@@ -241,7 +241,7 @@ async def test_what_is_never_expected_is_not_waited_for_while_others_come() -> N
             await asyncio.sleep(0.01)
 
     coming = asyncio.create_task(come())
-    with pytest.raises(NotReady, match="version 3 is not whole here"):
+    with pytest.raises(NoSuchVersion, match="nothing of weight version 3 has come here"):
         await relay.open(Encoding(3), 600.0, "shm")
     coming.cancel()
 

@@ -194,7 +194,7 @@ async def test_a_version_can_be_asked_for_before_it_is_ready(monkeypatch: pytest
         with pytest.raises(WeightError, match="published already"):
             store.publish_behind(1, tensors_of(1), CONFIG)
         pulling = asyncio.create_task(fetch(address, 1))
-        await counted_at_least(store, "refused_busy", 1)
+        await counted_at_least(store, "refused_not_ready", 1)
         go_on.set()
         assert_whole(await pulling, 1)
         assert publication.digest == publication.manifest().digest
@@ -265,7 +265,7 @@ async def test_a_relay_that_never_gets_the_version_itself_is_left_for_the_traine
             stuck.expect(Encoding(0), manifest.signed, len(manifest.manifest.chunks))
             await store.relay(Encoding(0), f"127.0.0.1:{stuck.port}")
             assert_whole(await fetch(address, 0, codec="raw"), 0)
-            assert stuck.counters()["refused_busy"] >= 1
+            assert stuck.counters()["refused_not_ready"] >= 1
 
 
 async def test_a_relay_that_lies_is_found_out_and_left() -> None:

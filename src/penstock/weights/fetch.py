@@ -122,6 +122,9 @@ class Fetch:
         """Verified, and to be decoded."""
         self._ready_bytes = 0
         self._ready_lock = Lock()
+        self._writers = 0
+        """Threads that decode."""
+        self._when_written: Callable[[], None] | None = None
         self._room = asyncio.Event()
         self._share = max(manifest.nbytes // SHARES, 1)
         self._sharers = 0
@@ -345,9 +348,16 @@ class Fetch:
             self._rates.decoded(self._coder.name, self._manifest.raw_nbytes, self._decode_s)
         return True
 
-    def end(self) -> None:
-        """Whoever waits no more: nothing of it is decoded beyond the chunks that threads are at."""
-        self._failed = True
+    def end(self, then: Callable[[], None] | None = None) -> None:
+        """Whoever waits no more: nothing of it is decoded beyond the chunks that threads are at. `then` is called once
+        these are through, by the last thread; at once where there are none. It raises nothing."""
+        with self._ready_lock:
+            self._failed = True
+            if self._writers:
+                self._when_written = then
+                return
+        if then is not None:
+            then()
 
     @property
     def _by_tensors(self) -> bool:
@@ -462,6 +472,20 @@ class Fetch:
 
     def _decode(self, loop: asyncio.AbstractEventLoop) -> float:
         """On a thread: what is ready, chunk by chunk. Returns the seconds that it took."""
+        with self._ready_lock:
+            self._writers += 1
+        try:
+            return self._decode_ready(loop)
+        finally:
+            with self._ready_lock:
+                self._writers -= 1
+                then = None
+                if not self._writers:
+                    then, self._when_written = self._when_written, None
+            if then is not None:
+                then()
+
+    def _decode_ready(self, loop: asyncio.AbstractEventLoop) -> float:
         began = time.perf_counter()
         coder = self._coder
         while coder is not None and (work := self._next_ready(loop)) is not None:

@@ -16,17 +16,24 @@ from penstock.weights.choose import Rates
 from penstock.weights.manifest import Encoding, Manifest, StagedWeights, decode_manifest
 from penstock.weights.mapped import verify_in_place
 from penstock.weights.plan import split_tensors
-from penstock.weights.protocol import GetOffers, GetPlan, LinkLost
+from penstock.weights.protocol import GetOffers, GetPlan, LinkLost, NotReady
 from penstock.weights.reconnecting import RELAY_CONNECT_S
 from penstock.weights.relay import Relay
 from penstock.weights.transport import Planned, Seen, WeightLink, WeightTransport
 
 __all__ = ["Neighbours"]
 
-WAIT_S = 600.0
-"""For an instance that gets the version; it says sooner where nothing more of it comes."""
+ASK_S = 10.0
+"""An instance that gets the version is asked to wait so long, and asked again for as long as it comes there; it says
+where nothing more does, which takes it less."""
+ANSWER_S = 5.0
+"""Whoever answers so late has hung, or is stopped, though its machine still holds the connection."""
+AGAIN_S = 0.1
+"""Between two asks, of one that does not wait as it is asked to."""
 SOON_S = 0.5
 """Within which most versions that are being written are whole; then their writer is asked whether it goes on."""
+LAST_S = 1.0
+"""In which a writer is whose every tensor has been verified here; if not, it is not asked again on this link."""
 
 Believed = Callable[[Manifest, Encoding, str], Manifest]
 """Raises WeightError for a manifest that is not the trainer's, or not of that encoding and base."""
@@ -91,8 +98,17 @@ class Neighbours:
         )
 
     async def _lent(self, link: WeightLink, in_parts: bool) -> Planned:
-        ask = GetOffers(version=self._version, wait_s=WAIT_S, draft=in_parts)
-        return await link.plan(GetPlan(ask=ask, codec="raw"))
+        """Where the version lies there, waiting for it as long as it comes. Raises WeightError where it does not, or
+        nobody answers."""
+        ask = GetPlan(ask=GetOffers(version=self._version, wait_s=ASK_S, draft=in_parts), codec="raw")
+        while True:
+            try:
+                async with asyncio.timeout(ASK_S + ANSWER_S):
+                    return await link.plan(ask)
+            except NotReady:
+                await asyncio.sleep(AGAIN_S)
+            except TimeoutError:
+                raise LinkLost(f"it has not answered for {ASK_S + ANSWER_S:g} s") from None
 
     def _manifest(self, own: Planned, planned: Planned) -> Manifest:
         """Of what the other instance lends."""
@@ -111,16 +127,33 @@ class Neighbours:
         Raises WeightError where it does not come to be whole.
         """
         lent = threading.Event()
-        verifying = asyncio.create_task(verify_in_place(manifest, seen, threads, self._rates.cores, lent))
+        tasks = [asyncio.create_task(verify_in_place(manifest, seen, threads, self._rates.cores, lent))]
         try:
-            if not (await asyncio.wait((verifying,), timeout=SOON_S))[0]:
-                whole = await self._lent(link, in_parts=False)
-                if whole.place != place:
-                    raise WeightError(f"weight version {self._version} has come to lie elsewhere")
-                lent.set()
-            await verifying
+            if not (await asyncio.wait(tasks, timeout=SOON_S))[0]:
+                tasks.append(asyncio.create_task(self._comes_to_lie_at(link, place)))
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if not tasks[0].done():
+                    await tasks[1]
+                    lent.set()
+            await tasks[0]
+            await asyncio.wait(tasks, timeout=LAST_S)
+            if not tasks[-1].done() or tasks[-1].exception() is not None:
+                link.close()  # What it still says would be taken for the answer to what is asked next.
         finally:
-            verifying.cancel()
-            await asyncio.gather(verifying, return_exceptions=True)
+            await _end(tasks)
         if not seen.hold(0, manifest.raw_nbytes):
             raise LinkLost("it has taken its memory for another version")
+
+    async def _comes_to_lie_at(self, link: WeightLink, place: str) -> None:
+        """Raises WeightError where the version does not come to be whole, or not there."""
+        if (await self._lent(link, in_parts=False)).place != place:
+            raise WeightError(f"weight version {self._version} has come to lie elsewhere")
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancels them, and empties the list: a task's error refers to who awaited it, and so to what is seen, which would
+    be held until both are collected."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    tasks.clear()

@@ -326,6 +326,7 @@ def refusal(refused: Refused, source: str) -> WeightError:
         "version": NoSuchVersion,
         "codec": NoSuchCodec,
         "busy": LinkLost,
+        "not_ready": NotReady,
         "given_up": GivenUp,
     }
     return kinds.get(refused.kind, WeightError)(text)

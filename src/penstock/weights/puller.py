@@ -353,10 +353,8 @@ class _Pull:
             while not await fetch.finish():
                 await fetch.run(first)
         finally:
-            fetch.end()
-            if self.relay is not None:
-                # From now on it is lent whole, or not at all.
-                self.relay.take_back(self._version)
+            # From now on it is lent whole, or not at all. Threads may still write where a pull is cut.
+            fetch.end(self.relay.take_back(self._version) if self.relay is not None else None)
             self._fetched += fetch.bytes_fetched
             if kept is not None:
                 kept.close()

@@ -181,11 +181,11 @@ class Relay:
                 return functools.partial(lender.lend_part, stream)
         return None
 
-    def take_back(self, version: int) -> None:
-        """What was lent in parts is whole, or never will be: those who wait for a tensor see for themselves."""
+    def take_back(self, version: int) -> Callable[[], None] | None:
+        """What was lent in parts is whole, or never will be. What is returned, if it was lent, is to be called once
+        nobody writes to any of it any more, from any thread: those who wait for a tensor see for themselves."""
         _, let_go = self._written.pop(version, (None, None))
-        if let_go is not None:
-            let_go()
+        return let_go
 
     def lend(self, version: int, manifest: bytes, kind: str, place: str) -> None:
         """The version of `manifest` (signed) lies whole at `place`, by the way `kind`; nobody writes there any more."""
@@ -221,22 +221,28 @@ class Relay:
 
     async def _lent(self, version: int, wait_s: float, in_parts: bool) -> _Whole:
         """Waits for as long as something of a version comes; `in_parts`: that it is being written will do. Raises
-        NotReady, or NoSuchVersion where it will not."""
+        NotReady where it still comes after `wait_s`, and NoSuchVersion where it will not come."""
         try:
             async with asyncio.timeout(wait_s):
-                # It is expected soon, or never: what comes of other versions says nothing of it.
-                async with asyncio.timeout(self._wait_s):
-                    while version not in self._whole and version not in self._recent:
-                        self._check_that_it_may_come(version)
-                        await self._arrived.wait()
-                while version not in self._whole:
-                    self._check_that_it_may_come(version)
-                    if in_parts and version in self._written:
-                        return self._written[version][0]
-                    async with asyncio.timeout(self._wait_s):
-                        await self._arrived.wait()
+                return await self._coming(version, in_parts)
         except TimeoutError:
             raise NotReady(f"weight version {version} is not whole here") from None
+
+    async def _coming(self, version: int, in_parts: bool) -> _Whole:
+        try:
+            # It is expected soon, or never: what comes of other versions says nothing of it.
+            async with asyncio.timeout(self._wait_s):
+                while version not in self._whole and version not in self._recent:
+                    self._check_that_it_may_come(version)
+                    await self._arrived.wait()
+            while version not in self._whole:
+                self._check_that_it_may_come(version)
+                if in_parts and version in self._written:
+                    return self._written[version][0]
+                async with asyncio.timeout(self._wait_s):
+                    await self._arrived.wait()
+        except TimeoutError:
+            raise NoSuchVersion(f"nothing of weight version {version} has come here for {self._wait_s:g} s") from None
         return self._whole[version]
 
     def _check_that_it_may_come(self, version: int) -> None:

@@ -322,7 +322,9 @@ class _Reader:
         except GivenUp as error:
             return await self._refuse("given_up", str(error))
         except NotReady as error:
-            return await self._refuse("busy", str(error))
+            await self._refuse("not_ready", str(error))
+            # It may be asked for again at once.
+            return isinstance(request, GetPlan)
         return True
 
     async def _next_request(self) -> memoryview:

@@ -115,7 +115,11 @@ class SharedLender:
 
     def lend_part(self, stream: memoryview, start: int, nbytes: int) -> None:
         if nbytes and id(stream.obj) in self._files:
-            _lock(self._files[id(stream.obj)][1], fcntl.F_UNLCK, start, nbytes)
+            try:
+                _lock(self._files[id(stream.obj)][1], fcntl.F_UNLCK, start, nbytes)
+            except OSError as error:
+                # The system has no more locks: those who wait for this tensor see it with the last one.
+                log.debug("a tensor in shared memory is not lent before the others: %s", str(error))
 
     def claim(self, stream: memoryview) -> bool:
         return id(stream.obj) not in self._files or _lock(self._files[id(stream.obj)][1], fcntl.F_WRLCK)
@@ -235,7 +239,11 @@ class SharedMapper:
 
 
 def _hold(file: int, start: int, nbytes: int) -> bool:
-    return not nbytes or _lock(file, fcntl.F_RDLCK, start, nbytes)
+    """Raises LinkLost where the system has no lock for it."""
+    try:
+        return not nbytes or _lock(file, fcntl.F_RDLCK, start, nbytes)
+    except OSError as error:
+        raise LinkLost(f"shared memory can't be held: {error}") from error
 
 
 def _leave(file: int, owner: int) -> None:

@@ -175,7 +175,7 @@ class TcpTransport:
 
     def keep(self, source: str, link: WeightLink) -> None:
         links = self._kept.setdefault(source, [])
-        if isinstance(link, TcpLink) and len(links) < KEEP_LINKS and not link.makeshift:
+        if isinstance(link, TcpLink) and len(links) < KEEP_LINKS and not link.makeshift and not link.closed:
             self._out.discard(link)
             link.kept = True
             links.append((time.monotonic(), link))
