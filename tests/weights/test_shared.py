@@ -269,3 +269,13 @@ async def test_an_instance_that_lends_other_weights_under_the_number_is_left() -
             assert_whole(await other.pull(address, 0, 60), 1)
         finally:
             await asyncio.to_thread(store.close)
+
+
+async def test_where_a_whole_fleet_is_gone_its_instances_are_not_tried_one_by_one() -> None:
+    async with store_of(0) as (store, address), loaders(1, codec="raw", ways=[]) as (loader,):
+        for port in range(1, 11):
+            await store.relay(Encoding(0), f"127.0.0.1:{port}")
+        weights = await loader.pull(address, 0, 60)
+        assert_whole(weights, 0)
+        counted = store.counters()
+        assert counted.get("manifests", 0) + counted.get("drafts", 0) == 3, counted

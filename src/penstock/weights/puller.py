@@ -53,8 +53,9 @@ from penstock.weights.transport import Planned, WeightLink, WeightTransport
 
 WAIT_S = 5.0
 """That a store is asked to wait for what is on its way; then it is asked again."""
-MOST_WITHOUT = 64
-"""Instances that a store is told of, to be sent to none of them; its messages have a limit."""
+OTHER_RELAYS = 1
+"""Instances that are tried after one that had nothing; then the version comes from the store. Where a whole fleet is
+gone, each of them would cost seconds."""
 PUSH_BYTES = 4 << 20
 """That a store may send behind its plan; more is asked for while they come."""
 DEFAULT_MAX_BYTES = 1 << 40
@@ -237,14 +238,15 @@ class _Pull:
                 codec=codec,
                 measured=self.rates.told(),
                 relay_port=self.relay.port if self.relay is not None else 0,
-                without=tuple(self._without[-MOST_WITHOUT:]),
+                without=tuple(self._without),
                 push_bytes=push_bytes,
                 layout=self.layout,
             )
             planned = await link.plan(request)
             self._came_by = link.way
             # No other instance is nearer than the store's own memory.
-            return replace(planned, relay="") if link.direct or planned.relay in self._without else planned
+            no_relay = link.direct or planned.relay in self._without or len(self._without) > OTHER_RELAYS
+            return replace(planned, relay="") if no_relay else planned
 
         return await first.call(asked)
 
