@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_shared import loaders
-from test_transfer import CONFIG, TOKEN, codecs, fetch, store_of
+from test_transfer import CONFIG, TOKEN, codecs, counted_at_least, fetch, plans, store_of, until
 
 from penstock.instance.loading import WeightLoader
 from penstock.weights import StagedWeights, WeightStore
@@ -76,9 +76,7 @@ class Gate:
         self.verified.append(tensor.name)
 
     async def all_but_the_last(self, times: int = 1) -> None:
-        async with asyncio.timeout(60):
-            while len(self.verified) < times * (TENSORS - 1):
-                await asyncio.sleep(0.001)
+        await until(lambda: len(self.verified) >= times * (TENSORS - 1))
 
 
 @pytest.fixture
@@ -96,7 +94,6 @@ async def instances(gate: Gate, count: int, codec: str = "delta", encoded: bool 
             await asyncio.to_thread(store.publish, version, tensors_of(version), CONFIG)
             if version == 0:
                 for loader in made:
-                    loader._rates.cores = 2
                     loader.serves(await loader.pull(address, 0, 60))
                     loader._rates.cores = 2
         if encoded:
@@ -109,21 +106,36 @@ async def instances(gate: Gate, count: int, codec: str = "delta", encoded: bool 
 
 async def begun(loader: WeightLoader, store: WeightStore, address: str) -> asyncio.Task[StagedWeights]:
     """A pull of version 1, of which the store has heard."""
-    known = store.counters().get("manifests", 0) + store.counters().get("drafts", 0)
+    known = plans(store)
     task = asyncio.create_task(loader.pull(address, 1, 60))
-    async with asyncio.timeout(60):
-        while store.counters().get("manifests", 0) + store.counters().get("drafts", 0) == known:
-            await asyncio.sleep(0.001)
+    await until(lambda: plans(store) != known)
     return task
 
 
 async def written_at(loader: WeightLoader) -> str:
     """Where it writes version 1, once that is to be seen."""
     assert loader.relay is not None
-    async with asyncio.timeout(60):
-        while 1 not in loader.relay._written:
-            await asyncio.sleep(0.001)
-    return loader.relay._written[1][0].place
+    written = loader.relay._written
+    await until(lambda: 1 in written)
+    return written[1][0].place
+
+
+async def looked_at(
+    gate: Gate, store: WeightStore, address: str, one: WeightLoader, other: WeightLoader
+) -> tuple[asyncio.Task[StagedWeights], asyncio.Task[StagedWeights]]:
+    """The pulls of who writes version 1 and of its neighbour, who has verified all but the last tensor. Nothing is too
+    late for the writer's relay."""
+    assert one.relay is not None
+    one.relay._wait_s = 1000.0
+    tasks = await begun(one, store, address), await begun(other, store, address)
+    await gate.all_but_the_last()
+    return tasks
+
+
+async def cut(pull: asyncio.Task[StagedWeights]) -> None:
+    pull.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pull
 
 
 @pytest.mark.parametrize("encoded", [True, False])
@@ -154,9 +166,7 @@ async def test_a_writer_that_gives_up_is_left_and_another_one_decodes(gate: Gate
         place = await written_at(one)
         assert one.relay is not None
         one.relay._wait_s = 0.05
-        writing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await writing
+        await cut(writing)
         pulled = await asyncio.gather(*looking)
         for weights in pulled:
             assert_whole(weights, 1)
@@ -166,12 +176,8 @@ async def test_a_writer_that_gives_up_is_left_and_another_one_decodes(gate: Gate
         with pytest.raises(LinkLost):
             mapper.map(place, len(pulled[0].stream))
         gate.opened.set()
-        async with asyncio.timeout(60):
-            while True:
-                with contextlib.suppress(LinkLost):
-                    mapper.map(place, len(pulled[0].stream))
-                    break
-                await asyncio.sleep(0.001)
+        seen = mapper.map(place, len(pulled[0].stream), in_parts=True)
+        await until(lambda: seen.hold(0, len(seen.stream)))
 
 
 @pytest.mark.parametrize("spoils", [True, False])
@@ -190,19 +196,13 @@ async def test_a_writer_that_gives_up_late_is_not_waited_for_and_what_was_seen_t
     monkeypatch.setattr("penstock.weights.neighbours.LAST_S", 0.05)
     monkeypatch.setattr(Neighbours, "_lent", lent)
     async with instances(gate, 2) as (store, address, (one, other)):
-        assert one.relay is not None
-        one.relay._wait_s = 1000.0
-        writing = await begun(one, store, address)
-        looking = await begun(other, store, address)
-        await gate.all_but_the_last()
+        writing, looking = await looked_at(gate, store, address, one, other)
         await asked.wait()
         place = await written_at(one)
         gc.collect()
         gc.disable()
         try:
-            writing.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await writing
+            await cut(writing)
             gate.spoils = spoils
             gate.opened.set()
             async with asyncio.timeout(30):
@@ -214,9 +214,8 @@ async def test_a_writer_that_gives_up_late_is_not_waited_for_and_what_was_seen_t
             (buffer,) = [view for view in map(memoryview, one._memory._held) if one._lender.place(view) == place]
             assert spoils or not one._lender.claim(buffer)
             del weights
-            async with asyncio.timeout(60):
-                while spoils and not one._lender.claim(buffer):
-                    await asyncio.sleep(0.001)
+            lender = one._lender
+            await until(lambda: not spoils or lender.claim(buffer))
         finally:
             gc.enable()
 
@@ -265,14 +264,9 @@ async def test_a_long_write_is_waited_for(gate: Gate, monkeypatch: pytest.Monkey
     monkeypatch.setattr("penstock.weights.neighbours.SOON_S", 0.01)
     monkeypatch.setattr("penstock.weights.neighbours.ASK_S", 0.05)
     async with instances(gate, 2) as (store, address, (one, other)):
+        writing, looking = await looked_at(gate, store, address, one, other)
         assert one.relay is not None
-        one.relay._wait_s = 1000.0
-        writing = await begun(one, store, address)
-        looking = await begun(other, store, address)
-        await gate.all_but_the_last()
-        async with asyncio.timeout(60):
-            while one.relay.counters().get("refused_not_ready", 0) < 2:
-                await asyncio.sleep(0.001)
+        await counted_at_least(one.relay, "refused_not_ready", 2)
         gate.opened.set()
         weights = await looking
         assert weights.bytes_fetched == 0

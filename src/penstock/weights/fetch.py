@@ -183,13 +183,13 @@ class Fetch:
             self._take(index, into)
         self._kept = kept
 
-    def lend_in_parts(self, relay: Relay) -> None:
-        """Neighbours may look at each tensor, by `relay`, from when it is verified; the manifest is final. Not at
+    def lend_in_parts(self) -> None:
+        """Neighbours may look at each tensor, by the relay, from when it is verified; the manifest is final. Not at
         those of raw chunks, which are read to where they lie and may have to be read once more."""
-        if self._sums is None or self._coder is None:
+        if self._relay is None or self._sums is None or self._coder is None:
             return
         signed = encode_manifest(self._manifest)
-        verified = relay.lend_in_parts(self._encoding.version, signed, self._staging)
+        verified = self._relay.lend_in_parts(self._encoding.version, signed, self._staging)
         if verified is not None:
             self._sums.tell(verified)
 
@@ -348,16 +348,20 @@ class Fetch:
             self._rates.decoded(self._coder.name, self._manifest.raw_nbytes, self._decode_s)
         return True
 
-    def end(self, then: Callable[[], None] | None = None) -> None:
-        """Whoever waits no more: nothing of it is decoded beyond the chunks that threads are at. `then` is called once
-        these are through, by the last thread; at once where there are none. It raises nothing."""
+    def end(self) -> None:
+        """Whoever waits no more: nothing of it is decoded beyond the chunks that threads are at. What was lent in parts
+        is lent whole from now on or not at all, and let go of once these threads are through."""
+        let_go = self._relay.take_back(self._encoding.version) if self._relay is not None else None
         with self._ready_lock:
             self._failed = True
-            if self._writers:
-                self._when_written = then
-                return
-        if then is not None:
-            then()
+            self._when_written = let_go
+            self._let_go_once_written()
+
+    def _let_go_once_written(self) -> None:
+        """Under the lock."""
+        if self._when_written is not None and not self._writers:
+            self._when_written()
+            self._when_written = None
 
     @property
     def _by_tensors(self) -> bool:
@@ -479,11 +483,7 @@ class Fetch:
         finally:
             with self._ready_lock:
                 self._writers -= 1
-                then = None
-                if not self._writers:
-                    then, self._when_written = self._when_written, None
-            if then is not None:
-                then()
+                self._let_go_once_written()
 
     def _decode_ready(self, loop: asyncio.AbstractEventLoop) -> float:
         began = time.perf_counter()

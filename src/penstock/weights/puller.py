@@ -340,8 +340,8 @@ class _Pull:
         self._fetch = fetch
         fetch.pass_on(self.relay)
         try:
-            if self.relay is not None and not manifest.is_draft:
-                fetch.lend_in_parts(self.relay)
+            if not manifest.is_draft:
+                fetch.lend_in_parts()
             await fetch.take_kept(kept)
             async with asyncio.TaskGroup() as group:
                 if manifest.is_draft:
@@ -355,8 +355,7 @@ class _Pull:
             while not await fetch.finish():
                 await fetch.run(first)
         finally:
-            # From now on it is lent whole, or not at all. Threads may still write where a pull is cut.
-            fetch.end(self.relay.take_back(self._version) if self.relay is not None else None)
+            fetch.end()
             self._fetched += fetch.bytes_fetched
             if kept is not None:
                 kept.close()
@@ -379,8 +378,7 @@ class _Pull:
             fetch.more(made)
             if fetch.made == len(draft.chunks):
                 self._believed(fetch.manifest, draft.encoding, draft.base_digest)
-                if self.relay is not None:
-                    fetch.lend_in_parts(self.relay)
+                fetch.lend_in_parts()
                 return
 
     async def _through(self, fetch: Fetch, other: str) -> None:
