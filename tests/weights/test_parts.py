@@ -432,6 +432,7 @@ class Lending:
     """A lender that lends all memory."""
 
     kind = "shm"
+    memory = "shm of here"
     makes_memory = True
 
     def __init__(self) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from test_transfer import assert_whole, codecs, plans, store_of, tensors_of
@@ -16,7 +18,7 @@ from penstock.weights import WeightStore
 from penstock.weights.manifest import Encoding
 from penstock.weights.protocol import NoSuchVersion
 from penstock.weights.relay import Relay
-from penstock.weights.shm import SharedMapper
+from penstock.weights.shm import SHM_FOLDER, SharedLender, SharedMapper
 from penstock.weights.transport import Seen
 
 
@@ -103,6 +105,52 @@ async def test_who_has_only_seen_a_version_says_at_once_that_it_has_no_chunks_of
         await relay.open(Encoding(1, "delta", 0), 0.0)
 
 
+async def test_where_shared_memory_has_no_room_the_first_one_passes_chunks_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SharedLender, "buffer", lambda self, nbytes: None)
+    async with store_of(0, 1) as (store, address), loaders(4) as parts:
+        for version in (0, 1):
+            before = store.counters().get("bytes", 0)
+            pulled = await asyncio.gather(*(loader.pull(address, version, 60) for loader in parts))
+            for loader, weights in zip(parts, pulled, strict=True):
+                assert_whole(weights, version)
+                loader.serves(weights)
+            assert {weights.bytes_fetched for weights in pulled} == {store.counters()["bytes"] - before}
+            del pulled, weights
+
+
+async def test_behind_one_that_lends_nothing_the_others_share_a_copy_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with store_of(0) as (store, address), loaders(4) as sharing, contextlib.AsyncExitStack() as closing:
+        # It can see what others lend, and has no memory to lend any.
+        monkeypatch.setattr("penstock.instance.loading.lenders_of", lambda kinds, where: [])
+        (alone,) = await closing.enter_async_context(loaders(1))
+        came = [await loader.pull(address, 0, 60) for loader in (alone, *sharing)]
+        for weights in came:
+            assert_whole(weights, 0)
+        whole = store.counters()["bytes"]
+        assert [weights.bytes_fetched for weights in came] == [whole, whole, 0, 0, 0]
+
+
+def test_those_lend_the_same_memory_who_use_the_same_folder(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as closing:
+        (tmp_path / "other").mkdir()
+        lenders = [SharedLender(folder) for folder in (tmp_path, tmp_path, tmp_path / "other", SHM_FOLDER)]
+        for lender in lenders:
+            closing.callback(lender.close)
+        first, same, *others = [lender.memory for lender in lenders]
+        assert first == same
+        assert len({first, *others}) == 3
+
+
+async def test_an_instance_that_shakes_no_hands_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.weights.neighbours.ANSWER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        async with store_of(0) as (store, address), loaders(1, codec="raw") as (loader,):
+            await store.relay(Encoding(0), f"127.0.0.1:{hung.getsockname()[1]}")
+            assert_whole(await loader.pull(address, 0, 10), 0)
+
+
 async def test_without_shared_memory_instances_pass_chunks_on_as_they_come() -> None:
     async with store_of(0) as (store, address), loaders(2, ways=[]) as (one, other):
         await one.pull(address, 0, 60)
@@ -118,13 +166,14 @@ async def test_the_chain_of_instances_comes_to_each_machine_once() -> None:
     assert told == ["", "a:1", "a:1", "a:2", "b:1", "b:1", "c:1", "a:1"]
 
 
-async def test_those_who_see_the_same_memory_all_go_to_the_first_of_them() -> None:
+async def test_those_who_lend_the_same_memory_all_go_to_the_first_of_them() -> None:
     store = WeightStore("run", "127.0.0.1", 0, TOKEN)
     asked = [("a:1", "shm:x"), ("a:2", "shm:x"), ("a:3", ""), ("a:4", "shm:x"), ("a:5", "shm:y"), ("a:6", "shm:y")]
     told = [await store.relay(Encoding(0), address, memory) for address, memory in asked]
     assert told == ["", "a:1", "a:2", "a:1", "a:4", "a:5"]
-    assert await store.relay(Encoding(0), "b:1", "shm:x") == "a:1", "another machine's memory is not to be seen"
-    assert await store.relay(Encoding(0), "", "shm:x") == "b:1"
+    assert await store.relay(Encoding(0), "b:1", "shm:z") == "a:1", "another machine's memory is not to be seen"
+    assert await store.relay(Encoding(0), "c:1", "shm:z") == "b:1", "a machine may have several addresses"
+    assert await store.relay(Encoding(0), "") == "c:1"
 
 
 async def test_links_to_the_one_who_decodes_are_kept_from_version_to_version() -> None:
@@ -148,20 +197,23 @@ async def test_who_was_first_on_a_machine_is_so_again_for_the_next_difference(mo
         """What is said to each, in the order in which they ask."""
         waiting = []
         for address in asked:
-            waiting.append(asyncio.create_task(store.relay(encoding, address)))
+            memory = f"shm of {address[0]}" if address else ""
+            waiting.append(asyncio.create_task(store.relay(encoding, address, memory)))
             await asyncio.sleep(0)
         return await asyncio.gather(*waiting)
 
     # Whoever passes nothing on may have asked for all of them before.
     assert await told(Encoding(1, "delta", 0), "") == [""]
     assert await told(Encoding(0, "lossless"), "a:1", "a:2", "b:1", "b:2") == ["", "a:1", "a:1", "b:1"]
+    # Who lends nothing has no turn, and takes nobody's.
+    assert await store.relay(Encoding(1, "delta", 0), "a:0") == ""
     first = Encoding(1, "delta", 0)
-    assert await told(first, "b:2", "a:2", "b:1", "a:1", "c:1") == ["b:1", "a:1", "", "b:1", "a:1"]
+    assert await told(first, "b:2", "a:2", "b:1", "a:1", "c:1") == ["b:1", "a:1", "a:0", "a:0", "b:1"]
     # One that does not come is not waited for much longer, nor by the next version.
     monkeypatch.setattr("penstock.weights.store.FIRST_S", 0.0)
     assert await told(Encoding(2, "delta", 1), "b:2", "b:3") == ["", "b:2"]
     monkeypatch.setattr("penstock.weights.store.FIRST_S", 60.0)
-    assert await told(Encoding(3, "delta", 2), "b:1", "b:3", "b:2") == ["b:2", "b:1", ""]
+    assert await told(Encoding(3, "delta", 2), "b:1", "b:3", "b:2") == ["b:2", "b:2", ""]
     # A full encoding is nobody's turn: who has a base does not ask for it.
     assert await told(Encoding(3, "lossless"), "a:3", "a:4") == ["", "a:3"]
 

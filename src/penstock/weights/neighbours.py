@@ -16,7 +16,7 @@ from penstock.weights.choose import Rates
 from penstock.weights.manifest import Encoding, Manifest, StagedWeights, decode_manifest
 from penstock.weights.mapped import verify_in_place
 from penstock.weights.plan import split_tensors
-from penstock.weights.protocol import GetOffers, GetPlan, LinkLost, NotReady
+from penstock.weights.protocol import GetOffers, GetPlan, LinkLost, NotLent, NotReady
 from penstock.weights.reconnecting import RELAY_CONNECT_S
 from penstock.weights.relay import Relay
 from penstock.weights.transport import Planned, Seen, WeightLink, WeightTransport
@@ -62,16 +62,19 @@ class Neighbours:
     async def seen(self, own: Planned, threads: Executor) -> StagedWeights | None:
         """The version at the instance that the store's `own` plan names; None where it can't be seen there. Raises
         WeightError where that instance has nothing, or other weights."""
-        link = await self._transport.connect(own.relay, RELAY_CONNECT_S, True)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                link = await self._transport.connect(own.relay, RELAY_CONNECT_S, True)
+        except TimeoutError:
+            raise LinkLost(f"it has shaken no hands for {ANSWER_S:g} s") from None
         try:
             staged = await self._at(link, own, threads) if link.sees else None
+        except NotLent:
+            staged = None
         except BaseException:
             link.close()
             raise
-        if staged is None and link.sees:
-            link.close()
-        else:
-            self._transport.keep(own.relay, link)
+        self._transport.keep(own.relay, link)
         return staged
 
     async def _at(self, link: WeightLink, own: Planned, threads: Executor) -> StagedWeights | None:
@@ -83,6 +86,7 @@ class Neighbours:
                 await verify_in_place(manifest, seen, threads, self._rates.cores)
         except WeightError as error:
             self._note(f"not to be seen at {own.relay}: {error}")
+            link.close()
             return None
         if planned.in_parts:
             await self._verified_in_parts(link, planned.place, seen, manifest, threads)

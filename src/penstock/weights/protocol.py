@@ -47,6 +47,10 @@ class NoSuchVersion(WeightError):
     """The store does not hold the version asked for."""
 
 
+class NotLent(WeightError):
+    """The version is there, or on its way, where nobody else can map it: it is to be had in chunks."""
+
+
 class GivenUp(WeightError):
     """An encoding that was begun will not be had after all."""
 
@@ -180,6 +184,8 @@ class GetPlan(_Message, tag="get_plan"):
     measured: Measured = Measured()
     relay_port: int = 0
     """Where the puller serves what it has to others; 0 for nowhere."""
+    lends: str = ""
+    """What those say alike who lend versions in the same memory; empty for who lends none."""
     without: tuple[str, ...] = ()
     """Instances that it does not want to be sent to: they had nothing to pass on."""
     push_bytes: int = 0
@@ -212,6 +218,8 @@ class GetManifest(_Message, tag="get_manifest"):
     """For a version that is being published or encoded."""
     relay_port: int = 0
     """Where the puller serves what it has of this encoding to others; 0 for nowhere."""
+    lends: str = ""
+    """As in GetPlan."""
 
 
 class GetMade(_Message, tag="get_made"):
@@ -254,7 +262,7 @@ class ChunkReply(_Message, tag="chunk"):
 
 class Refused(_Message, tag="refused"):
     kind: str
-    """protocol | token | version | codec | request | busy | given_up"""
+    """protocol | token | version | codec | request | busy | given_up | not_ready | not_lent"""
     message: str
 
 
@@ -327,6 +335,7 @@ def refusal(refused: Refused, source: str) -> WeightError:
         "codec": NoSuchCodec,
         "busy": LinkLost,
         "not_ready": NotReady,
+        "not_lent": NotLent,
         "given_up": GivenUp,
     }
     return kinds.get(refused.kind, WeightError)(text)

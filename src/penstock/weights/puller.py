@@ -238,6 +238,7 @@ class _Pull:
                 codec=codec,
                 measured=self.rates.told(),
                 relay_port=self.relay.port if self.relay is not None else 0,
+                lends=self.relay.memory if self.relay is not None else "",
                 without=tuple(self._without),
                 push_bytes=push_bytes,
                 layout=self.layout,
@@ -266,6 +267,7 @@ class _Pull:
         stream = seen.stream
         if self.relay is not None:
             self.relay.expect(step, planned.manifest, len(manifest.chunks))
+            self.relay.stages(self._version, stream)
             for index, chunk in enumerate(manifest.chunks):
                 self.relay.put(step, index, stream[chunk.offset : chunk.offset + chunk.nbytes])
         return StagedWeights(
@@ -303,6 +305,8 @@ class _Pull:
             if staging is None:
                 staging, ahead = self._memory(manifest, before)
                 self._in_place = ahead > 0
+                if self.relay is not None:
+                    self.relay.stages(self._version, staging)
             if len(before or staging) != len(staging) or len(staging) != manifest.raw_nbytes:
                 raise WeightError(f"{step} is {manifest.raw_nbytes} bytes and its base {len(before or staging)}")
             last = number == len(steps) - 1
@@ -322,8 +326,8 @@ class _Pull:
         )
 
     def _asking_for(self, step: Encoding) -> Callable[[WeightLink], Awaitable[tuple[bytes, str]]]:
-        port = self.relay.port if self.relay is not None else 0
-        return lambda link: link.manifest(step, WAIT_S, port)
+        port, lends = (self.relay.port, self.relay.memory) if self.relay is not None else (0, "")
+        return lambda link: link.manifest(step, WAIT_S, port, lends)
 
     async def _one_step(
         self,

@@ -20,7 +20,7 @@ from penstock.errors import WeightError
 from penstock.weights.addresses import format_address
 from penstock.weights.manifest import Encoding
 from penstock.weights.plan import Bytes
-from penstock.weights.protocol import GetOffers, NoSuchVersion, NotReady, Offers, Way
+from penstock.weights.protocol import GetOffers, NoSuchVersion, NotLent, NotReady, Offers, Way
 from penstock.weights.server import Door, Lease, serve
 from penstock.weights.tls_socket import relay_server_context
 from penstock.weights.transport import Lender, PartLender
@@ -102,6 +102,8 @@ class Relay:
         self._passing: dict[Encoding, _Passing] = {}
         self._recent: dict[int, None] = {}
         """Versions that were expected, the last one at the end."""
+        self._unseen: set[int] = set()
+        """Of those: such as are staged where nobody else sees them."""
         self._gone: dict[int, None] = {}
         """Versions that it has gone on from."""
         self._arrived = asyncio.Event()
@@ -110,6 +112,8 @@ class Relay:
         self._counts: Counter[str] = Counter()
         self.port = port
         """Listened on; a free one where 0 was given."""
+        self.memory = next((lender.memory for lender in lenders if isinstance(lender, PartLender)), "")
+        """What those say alike whose versions lie in the same; empty where nobody else sees them."""
 
     def start(self) -> None:
         """Listens, in the running loop. Raises WeightError where the port can't be had."""
@@ -145,11 +149,20 @@ class Relay:
         self._gone.pop(encoding.version, None)
         for old in list(self._recent)[:-KEEP_VERSIONS]:
             del self._recent[old]
+            self._unseen.discard(old)
             _to_the_end(self._gone, old, None)
         for old in list(self._gone)[:-REMEMBERED]:
             del self._gone[old]
         for key in [key for key in self._passing if key.version not in self._recent]:
             self._passing.pop(key).forget()
+        self._stir()
+
+    def stages(self, version: int, stream: memoryview) -> None:
+        """One that is expected will lie in `stream`: who would map it is told at once where that is not to be seen."""
+        if any(lender.place(stream) for lender in self._lenders):
+            self._unseen.discard(version)
+        else:
+            self._unseen.add(version)
         self._stir()
 
     def let_go(self) -> bool:
@@ -221,7 +234,8 @@ class Relay:
 
     async def _lent(self, version: int, wait_s: float, in_parts: bool) -> _Whole:
         """Waits for as long as something of a version comes; `in_parts`: that it is being written will do. Raises
-        NotReady where it still comes after `wait_s`, and NoSuchVersion where it will not come."""
+        NotReady where it still comes after `wait_s`, NotLent where nobody else will see it, and NoSuchVersion where it
+        will not come."""
         try:
             async with asyncio.timeout(wait_s):
                 return await self._coming(version, in_parts)
@@ -237,6 +251,8 @@ class Relay:
                     await self._arrived.wait()
             while version not in self._whole:
                 self._check_that_it_may_come(version)
+                if version in self._unseen:
+                    raise NotLent(f"weight version {version} lies where nobody else sees it")
                 if in_parts and version in self._written:
                     return self._written[version][0]
                 async with asyncio.timeout(self._wait_s):

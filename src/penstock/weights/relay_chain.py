@@ -1,7 +1,8 @@
 """Who fetches an encoding from whom: a chain of the instances that pass it on, which comes to each machine once.
 
-Those that see the same memory all go to the first of them: there is nothing to be sent on from one to the next. Decides
-by the order in which they ask; refuses to know whether they are still there. Driven by one loop.
+Those that lend the same memory all go to the first of them: there is nothing to be sent on from one to the next. Who
+lends none is no first of theirs, whatever it can see. Decides by the order in which they ask; refuses to know whether
+they are still there. Driven by one loop.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ class RelayChain:
 
     def __init__(self) -> None:
         self._asked: dict[str, str] = {}
-        """The memory that each sees, as it says; empty for its own alone."""
+        """The memory in which each lends versions, as it says; empty for none."""
         self._came = asyncio.Event()
         """Replaced each time that somebody asked."""
 
     def firsts(self) -> dict[str, str]:
-        """By machine, the first that asked."""
-        return {_machine(address): address for address in reversed(self._asked)}
+        """By the memory that they lend, the first that asked."""
+        return {memory: address for address, memory in reversed(self._asked.items()) if memory}
 
-    async def first_first(self, address: str, base: RelayChain, wait_s: float) -> None:
-        """Of a difference to the version of `base`: who asked for that one first on the machine of `address` may be so
-        again, if it asks within `wait_s`. It has memory for a version of its own, which the others have mapped."""
-        machine = _machine(address)
-        first = base.firsts().get(machine, address)
+    async def first_first(self, address: str, memory: str, base: RelayChain, wait_s: float) -> None:
+        """Of a difference to the version of `base`: who asked for that one first of those that lend `memory`, as
+        `address` does, may be so again, if it asks within `wait_s`. It has a version of its own there, which the others
+        have mapped."""
+        first = base.firsts().get(memory, address)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while first != address and machine not in self.firsts():
+                while first != address and memory not in self.firsts():
                     await self._came.wait()
 
     def before(self, address: str, memory: str = "", without: Sequence[str] = ()) -> str:
         """For who passes it on at `address` (host:port; empty: it does not) the one to fetch it from, empty for the
-        trainer: on its own machine the first that sees the same `memory`, or else the one that asked before it; else
+        trainer: the first that lends the same `memory`; or else the one that asked before it on its own machine; else
         the first of the machine before. So they form a chain that comes to each machine once. Those `without` which it
         wants to do are as if they had not asked."""
         if address and address not in self._asked:
@@ -51,7 +52,7 @@ class RelayChain:
             before = before[-1:]
         firsts = {_machine(other): other for other in reversed(before)}
         near = [other for other in before if _machine(other) == _machine(address)]
-        sharing = [other for other in near if memory and self._asked[other] == memory]
+        sharing = [other for other in before if memory and self._asked[other] == memory]
         return sharing[0] if sharing else (near or sorted(firsts.values(), key=before.index) or [""])[-1]
 
 

@@ -26,7 +26,6 @@ from penstock.weights.protocol import (
     MAGIC,
     NONCE_BYTES,
     PROTOCOL,
-    SHARED_MEMORY,
     Accepted,
     Challenge,
     ChunkReply,
@@ -43,6 +42,7 @@ from penstock.weights.protocol import (
     ManifestReply,
     NoSuchCodec,
     NoSuchVersion,
+    NotLent,
     NotReady,
     Offers,
     OtherProtocol,
@@ -147,7 +147,7 @@ class Shelf(Protocol):
 
     async def relay(self, encoding: Encoding, address: str, memory: str = "", without: Sequence[str] = ()) -> str:
         """Notes that `address` (empty for none) will have the encoding; returns who else has it, but those `without`
-        which it wants to do, or empty. `memory` is what those say alike that see the same; empty for none."""
+        which it wants to do, or empty. `memory` is what those say alike that lend the same; empty for none."""
         ...
 
 
@@ -214,8 +214,6 @@ class _Reader:
         self._framed: Framed
         self._role = ""
         """What the puller's certificate calls it."""
-        self._memory = ""
-        """That the puller could map, as it says."""
         self._lease: Lease | None = None
         self._encoding: Encoding | None = None
         self._draft = False
@@ -279,7 +277,6 @@ class _Reader:
         if token is None:
             return await self._refuse("token", "the token is not that of this run (PENSTOCK_TOKEN)")
         mac = prove(token, "store", hello.nonce, nonce, self._door.binding)
-        self._memory = next((said for said in hello.ways if said.partition(":")[0] == SHARED_MEMORY), "")
         await self._send(Accepted(mac=mac, ways=self._shelf.ways(hello.ways)))
         return True
 
@@ -321,9 +318,9 @@ class _Reader:
             return await self._refuse("codec", str(error))
         except GivenUp as error:
             return await self._refuse("given_up", str(error))
-        except NotReady as error:
-            await self._refuse("not_ready", str(error))
-            # It may be asked for again at once.
+        except (NotReady, NotLent) as error:
+            await self._refuse("not_ready" if isinstance(error, NotReady) else "not_lent", str(error))
+            # It may be asked for again at once, or for its chunks.
             return isinstance(request, GetPlan)
         return True
 
@@ -342,7 +339,7 @@ class _Reader:
             lease = await self._leased(steps[0], ask.wait_s, request.by, ask.draft)
         else:
             steps, lease = await self._chosen(request)
-        relay = await self._relay_for(steps[0], request.relay_port, request.without)
+        relay = await self._relay_for(steps[0], request.relay_port, request.lends, request.without)
         place = lease.whole(request.by) if request.by else ""
         pushed = 0 if relay or place or lease.is_draft else _pushed(lease, request.push_bytes)
         signed = lease.manifest
@@ -379,7 +376,7 @@ class _Reader:
 
     async def _send_manifest(self, ask: GetManifest) -> None:
         lease = await self._leased(ask.encoding, ask.wait_s)
-        relay = await self._relay_for(ask.encoding, ask.relay_port)
+        relay = await self._relay_for(ask.encoding, ask.relay_port, ask.lends)
         encoded = lease.manifest
         reply = ManifestReply(nbytes=len(encoded), xxh3=digest(encoded), relay=relay)
         await self._framed.send(encode_message(reply) + encoded)
@@ -392,9 +389,9 @@ class _Reader:
         await self._send(MadeReply(made=await lease.made(ask.first, min(max(ask.wait_s, 0.0), MAX_WAIT_S))))
         return True
 
-    async def _relay_for(self, encoding: Encoding, port: int, without: Sequence[str] = ()) -> str:
+    async def _relay_for(self, encoding: Encoding, port: int, lends: str, without: Sequence[str] = ()) -> str:
         own = format_address(self._host, port) if 0 < port < 65536 else ""
-        return await self._shelf.relay(encoding, own, self._memory, without)
+        return await self._shelf.relay(encoding, own, lends, without)
 
     async def _send_chunks(self, ask: GetChunks) -> bool:
         lease = await self._leased(ask.encoding, 0.0, draft=True)

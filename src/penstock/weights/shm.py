@@ -71,8 +71,11 @@ class SharedLender:
         try:
             self._proof, file = self._new()
             os.write(file, self._nonce.encode())
+            # Two containers on one kernel, each with a folder of its own, have two devices.
+            seen_by = self._boot_id, os.fstat(file).st_dev, os.getuid(), folder
         except OSError as error:
             raise WayClosed(f"no shared memory in {folder}: {error}") from error
+        self.memory = ":".join(map(str, (self.kind, *seen_by)))
         self._finalizer = weakref.finalize(self, _remove, self._proof, file, os.getpid())
 
     def way(self, said: str) -> Way | None:

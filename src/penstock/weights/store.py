@@ -246,8 +246,8 @@ class WeightStore:
         for key in [key for key in self._relays if key.version < oldest]:
             del self._relays[key]
         chain, base = self._relays.setdefault(encoding, RelayChain()), self._chain_of_base(encoding)
-        if address and base is not None:
-            await chain.first_first(address, base, FIRST_S)
+        if address and memory and base is not None:
+            await chain.first_first(address, memory, base, FIRST_S)
         return chain.before(address, memory, without)
 
     def _chain_of_base(self, encoding: Encoding) -> RelayChain | None:

@@ -363,8 +363,9 @@ class TcpLink:
             self._on_closed(str(error))
             raise LinkLost(str(error)) from error
 
-    async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
-        reply = await self._ask(GetManifest(encoding=encoding, wait_s=wait_s, relay_port=relay_port), wait_s)
+    async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int, lends: str = "") -> tuple[bytes, str]:
+        ask = GetManifest(encoding=encoding, wait_s=wait_s, relay_port=relay_port, lends=lends)
+        reply = await self._ask(ask, wait_s)
         if not isinstance(reply, ManifestReply):
             raise BadMessage(f"{self._source} answered a manifest request with {type(reply).__name__}")
         return await self._manifest(reply.nbytes, reply.xxh3, encoding), reply.relay

@@ -111,7 +111,7 @@ class WeightLink(Protocol):
         """The bytes at a plan's `place`, not verified yet. All of them are held, or, `in_parts`, none yet."""
         ...
 
-    async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int) -> tuple[bytes, str]:
+    async def manifest(self, encoding: Encoding, wait_s: float, relay_port: int, lends: str = "") -> tuple[bytes, str]:
         """The encoding's manifest, not believed yet, and the address of an instance that has it too, or empty."""
         ...
 
@@ -226,6 +226,11 @@ class Lender(Protocol):
 @runtime_checkable
 class PartLender(Lender, Protocol):
     """A way by which bytes can be looked at while others beside them are written."""
+
+    @property
+    def memory(self) -> str:
+        """What those say alike who lend the same."""
+        ...
 
     def lend_part(self, stream: memoryview, start: int, nbytes: int) -> None:
         """These may be served from here, and nobody writes to them until `claim` says yes."""
