@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import gc
 import random
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -240,6 +243,65 @@ async def test_a_writer_that_answers_no_more_is_left(gate: Gate, monkeypatch: py
         assert weights.bytes_fetched > 0
         gate.opened.set()
         assert_whole(await writing, 1)
+
+
+WRITER = """
+import asyncio, sys
+from penstock.instance.loading import WeightLoader
+from penstock.weights import fetch
+decode, told = fetch.decode_chunk, []
+def decode_chunk(coder, dtypes, chunk, data, base, staging):
+    if told and chunk.offset + chunk.raw_nbytes == len(staging):
+        sys.stdin.read()
+    decode(coder, dtypes, chunk, data, base, staging)
+fetch.decode_chunk = decode_chunk
+async def main(address, token):
+    loader = WeightLoader(token, codec="delta", ways=["shm"], relay_port=0)
+    loader.serves(await loader.pull(address, 0, 60))
+    print("serves", flush=True)
+    told.append(await asyncio.to_thread(sys.stdin.readline))
+    await loader.pull(address, 1, 60)
+asyncio.run(main(*sys.argv[1:]))
+"""
+"""Pulls version 0, and when it is told to, all of version 1 but the last chunk."""
+
+
+@pytest.mark.parametrize("fate", [signal.SIGSTOP, signal.SIGKILL])
+async def test_a_writer_whose_process_is_stopped_or_killed_is_left(
+    fate: signal.Signals, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.weights.neighbours.SOON_S", 0.01)
+    monkeypatch.setattr("penstock.weights.neighbours.ASK_S", 0.1)
+    monkeypatch.setattr("penstock.weights.neighbours.ANSWER_S", 1.0)
+    async with store_of(keep_versions=3) as (store, address), loaders(1) as (other,):
+        await asyncio.to_thread(store.publish, 0, tensors_of(0), CONFIG)
+        writer = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", WRITER, address, TOKEN, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        try:
+            assert await writer.stdout.readline() == b"serves\n"
+            other.serves(await other.pull(address, 0, 60))
+            await asyncio.to_thread(store.publish, 1, tensors_of(1), CONFIG)
+            gate.verified.clear()
+            known = plans(store)
+            writer.stdin.write(b"go\n")
+            await until(lambda: plans(store) != known)
+            looking = asyncio.create_task(other.pull(address, 1, 60))
+            await gate.all_but_the_last()
+            assert not looking.done()
+            writer.send_signal(fate)
+            # Within less than links wait for a byte.
+            async with asyncio.timeout(15):
+                weights = await looking
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                writer.kill()
+            await writer.wait()
+        assert_whole(weights, 1)
+        assert codecs(weights) == ["delta:1"]
+        assert weights.bytes_fetched > 0
 
 
 async def test_a_writer_that_hangs_is_asked_and_left(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
