@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_transfer import assert_whole, codecs, plans, store_of, tensors_of
+from test_transfer import assert_whole, codecs, fetch, plans, store_of, tensors_of
 from test_weight_store import CONFIG, TOKEN
 
 from penstock.instance.loading import WeightLoader
@@ -149,6 +149,67 @@ async def test_an_instance_that_shakes_no_hands_is_left(monkeypatch: pytest.Monk
         async with store_of(0) as (store, address), loaders(1, codec="raw") as (loader,):
             await store.relay(Encoding(0), f"127.0.0.1:{hung.getsockname()[1]}")
             assert_whole(await loader.pull(address, 0, 10), 0)
+
+
+async def test_who_comes_late_sees_what_its_neighbours_got_by_differences() -> None:
+    async with store_of(0, keep_versions=4) as (store, address), loaders(2) as early, loaders(2, codec="auto") as late:
+        for version in range(4):
+            if version:
+                await asyncio.to_thread(store.publish, version, tensors_of(version), CONFIG)
+            for loader in early if version != 2 else early[:1]:
+                loader.serves(await loader.pull(address, version, 60))
+        sent = store.counters()["bytes"]
+        # One has nothing, one was away for two versions.
+        late[1].serves(await fetch(address, 1))
+        assert store.counters()["bytes"] > sent
+        sent = store.counters()["bytes"]
+        for loader in late:
+            weights = await loader.pull(address, 3, 60)
+            assert_whole(weights, 3)
+            assert weights.bytes_fetched == 0
+            loader.serves(weights)
+        assert store.counters()["bytes"] == sent
+
+
+@pytest.mark.parametrize("trouble", ["nothing is lent", "gone"])
+async def test_who_comes_late_and_sees_nothing_has_the_version_from_the_store(
+    trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if trouble == "nothing is lent":
+        monkeypatch.setattr(SharedLender, "buffer", lambda self, nbytes: None)
+    async with store_of(0, 1) as (_, address), loaders(3) as (one, *late):
+        for version in (0, 1):
+            one.serves(await one.pull(address, version, 60))
+        if trouble == "gone":
+            await one.close()
+        first, second = [await loader.pull(address, 1, 60) for loader in late]
+        for weights in (first, second):
+            assert_whole(weights, 1)
+        assert first.bytes_fetched > 0
+        assert (second.bytes_fetched == 0) == (trouble == "gone"), "the one that has it whole is gone to"
+
+
+async def test_neighbours_that_get_a_version_in_no_worse_way_are_told_of() -> None:
+    store = WeightStore("run", "127.0.0.1", 0, TOKEN)
+    delta, older, full = Encoding(5, "delta", 4), Encoding(5, "delta", 2), Encoding(5, "lossless")
+    for number, encoding in enumerate((Encoding(5, "int8-delta", 4), delta, older, full)):
+        await store.relay(encoding, f"a:{number}", "shm:x")
+    quantized, direct, behind, whole = (f"a:{number}" for number in range(4))
+
+    def told(*steps: Encoding, memory: str = "shm:x", without: Sequence[str] = ()) -> str:
+        return store.neighbour(steps, "a:9", memory, without)
+
+    assert told(Encoding(5)) == direct
+    assert told(Encoding(5), without=[direct]) == behind
+    assert told(Encoding(5), without=[direct, behind]) == whole
+    assert told(Encoding(5, "delta", 3)) == direct
+    assert told(Encoding(5, "delta", 3), without=[direct]) == ""
+    assert told(Encoding(4, "delta", 3), delta) == direct
+    assert told(Encoding(5, "int8")) == quantized
+    assert told(Encoding(5), memory="shm:y") == told(Encoding(5), memory="") == ""
+    # Who gets the same encoding has its chunks, too.
+    assert told(full) == told(delta) == ""
+    assert told(full, without=[whole]) == direct
 
 
 async def test_without_shared_memory_instances_pass_chunks_on_as_they_come() -> None:

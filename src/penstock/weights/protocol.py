@@ -204,6 +204,8 @@ class Plan(_Message, tag="plan"):
     xxh3: int
     relay: str = ""
     """host:port of an instance that has, or is getting, the same encoding; empty for none."""
+    only_seen: bool = False
+    """It is getting the version by another encoding: to be mapped there, or had elsewhere."""
     pushed: int = 0
     """Chunks of the first step that follow, from the first on."""
     place: str = ""

@@ -183,7 +183,9 @@ class _Pull:
                         else:
                             if shared is not None:
                                 return shared
-                            break
+                            if not planned.only_seen:
+                                break
+                            self._without.append(planned.relay)
                     else:
                         break
                 while True:

@@ -273,6 +273,9 @@ class Relay:
     async def relay(self, encoding: Encoding, address: str, memory: str = "", without: Sequence[str] = ()) -> str:
         return ""
 
+    def neighbour(self, steps: Sequence[Encoding], address: str, memory: str, without: Sequence[str] = ()) -> str:
+        return ""
+
 
 def _to_the_end(table: dict[int, T], key: int, value: T) -> None:
     table.pop(key, None)

@@ -27,6 +27,10 @@ class RelayChain:
         """By the memory that they lend, the first that asked."""
         return {memory: address for address, memory in reversed(self._asked.items()) if memory}
 
+    def first_in(self, memory: str, without: Sequence[str]) -> str:
+        """The first that lends `memory`, of all but those `without`; empty for none."""
+        return next((one for one, lent in self._asked.items() if lent == memory and one not in without), "")
+
     async def first_first(self, address: str, memory: str, base: RelayChain, wait_s: float) -> None:
         """Of a difference to the version of `base`: who asked for that one first of those that lend `memory`, as
         `address` does, may be so again, if it asks within `wait_s`. It has a version of its own there, which the others

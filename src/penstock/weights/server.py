@@ -150,6 +150,11 @@ class Shelf(Protocol):
         which it wants to do, or empty. `memory` is what those say alike that lend the same; empty for none."""
         ...
 
+    def neighbour(self, steps: Sequence[Encoding], address: str, memory: str, without: Sequence[str] = ()) -> str:
+        """Who, but those `without`, has or gets the last step's version in that `memory` by another encoding, a
+        difference to no earlier version than the first step is; empty for none, and where `relay` knows one there."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Door:
@@ -339,8 +344,10 @@ class _Reader:
             lease = await self._leased(steps[0], ask.wait_s, request.by, ask.draft)
         else:
             steps, lease = await self._chosen(request)
-        relay = await self._relay_for(steps[0], request.relay_port, request.lends, request.without)
         place = lease.whole(request.by) if request.by else ""
+        address = self._address(request.relay_port)
+        near = "" if place else self._shelf.neighbour(steps, address, request.lends, request.without)
+        relay = near or await self._shelf.relay(steps[0], address, request.lends, request.without)
         pushed = 0 if relay or place or lease.is_draft else _pushed(lease, request.push_bytes)
         signed = lease.manifest
         plan = Plan(
@@ -348,6 +355,7 @@ class _Reader:
             nbytes=len(signed),
             xxh3=digest(signed),
             relay=relay,
+            only_seen=bool(near),
             pushed=pushed,
             place=place,
             in_parts=lease.in_parts,
@@ -376,7 +384,7 @@ class _Reader:
 
     async def _send_manifest(self, ask: GetManifest) -> None:
         lease = await self._leased(ask.encoding, ask.wait_s)
-        relay = await self._relay_for(ask.encoding, ask.relay_port, ask.lends)
+        relay = await self._shelf.relay(ask.encoding, self._address(ask.relay_port), ask.lends)
         encoded = lease.manifest
         reply = ManifestReply(nbytes=len(encoded), xxh3=digest(encoded), relay=relay)
         await self._framed.send(encode_message(reply) + encoded)
@@ -389,9 +397,9 @@ class _Reader:
         await self._send(MadeReply(made=await lease.made(ask.first, min(max(ask.wait_s, 0.0), MAX_WAIT_S))))
         return True
 
-    async def _relay_for(self, encoding: Encoding, port: int, lends: str, without: Sequence[str] = ()) -> str:
-        own = format_address(self._host, port) if 0 < port < 65536 else ""
-        return await self._shelf.relay(encoding, own, lends, without)
+    def _address(self, relay_port: int) -> str:
+        """Of the puller's relay; empty for none."""
+        return format_address(self._host, relay_port) if 0 < relay_port < 65536 else ""
 
     async def _send_chunks(self, ask: GetChunks) -> bool:
         lease = await self._leased(ask.encoding, 0.0, draft=True)

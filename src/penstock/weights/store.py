@@ -34,6 +34,7 @@ from penstock.weights.published import (
     described,
     entries_of,
     filled,
+    scheme_of_codec,
     version_of,
 )
 from penstock.weights.relay_chain import RelayChain
@@ -249,6 +250,17 @@ class WeightStore:
         if address and memory and base is not None:
             await chain.first_first(address, memory, base, FIRST_S)
         return chain.before(address, memory, without)
+
+    def neighbour(self, steps: Sequence[Encoding], address: str, memory: str, without: Sequence[str] = ()) -> str:
+        first, last = steps[0], steps[-1]
+        if not memory or (first in self._relays and self._relays[first].first_in(memory, (address, *without))):
+            return ""
+        for key, chain in self._relays.items():
+            same = key.version == last.version and scheme_of_codec(key.codec) == scheme_of_codec(last.codec)
+            as_late = first.base is None or (key.base is not None and key.base >= first.base)
+            if same and as_late and (near := chain.first_in(memory, (address, *without))):
+                return near
+        return ""
 
     def _chain_of_base(self, encoding: Encoding) -> RelayChain | None:
         """By which most who hold it came by the base, as far as is known."""

@@ -352,7 +352,7 @@ class TcpLink:
             self._lent = bool(reply.place)
             self._not_by[self._by] = "this version does not lie there"
         place = reply.place if self._mapper else ""
-        return Planned(reply.steps, manifest, reply.relay, reply.pushed, place, reply.in_parts)
+        return Planned(reply.steps, manifest, reply.relay, reply.only_seen, reply.pushed, place, reply.in_parts)
 
     async def mapped(self, place: str, nbytes: int, in_parts: bool = False) -> Seen:
         if self._mapper is None:

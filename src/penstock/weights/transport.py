@@ -48,6 +48,8 @@ class Planned:
     """Of the first step."""
     relay: str = ""
     """host:port of an instance that has, or is getting, the same encoding; empty for none."""
+    only_seen: bool = False
+    """It is getting the version by another encoding: to be mapped there, or had elsewhere."""
     pushed: int = 0
     """Chunks of the first step, from the first on, that are to be read from this link as if asked for."""
     place: str = ""
