@@ -189,6 +189,27 @@ async def test_who_comes_late_and_sees_nothing_has_the_version_from_the_store(
         assert (second.bytes_fetched == 0) == (trouble == "gone"), "the one that has it whole is gone to"
 
 
+async def test_whose_difference_fails_waits_for_no_neighbour_with_the_whole_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with store_of(0) as (store, address), loaders(2) as (one, other):
+        for loader in (one, other):
+            loader.serves(await loader.pull(address, 0, 60))
+        await asyncio.to_thread(store.publish, 1, tensors_of(1), CONFIG)
+        assert one.base is not None
+        assert other.relay is not None
+        near = f"127.0.0.1:{other.relay.port}"
+        monkeypatch.setattr(store, "neighbour", lambda steps, *rest: "" if steps[0].base is not None else near)
+        rotten = bytearray(one.base.stream)
+        rotten[100] ^= 1
+        one._base = replace(one.base, stream=memoryview(rotten))
+        before = other.relay.counters()
+        weights = await one.pull(address, 1, 60)
+        assert_whole(weights, 1)
+        assert codecs(weights) == ["lossless:1"]
+        assert other.relay.counters() == before
+
+
 async def test_neighbours_that_get_a_version_in_no_worse_way_are_told_of() -> None:
     store = WeightStore("run", "127.0.0.1", 0, TOKEN)
     delta, older, full = Encoding(5, "delta", 4), Encoding(5, "delta", 2), Encoding(5, "lossless")

@@ -199,7 +199,7 @@ class _Pull:
                             raise
                     # Answers to what was asked for may still be on their way on this link.
                     first.drop()
-                    planned = await self._plan(first, codec, base)
+                    planned = await self._plan(first, codec, base, looks=False)
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -218,8 +218,9 @@ class _Pull:
             self._note(f"{planned.steps[-1]}: {cause}; {instead}")
         return codec, base
 
-    async def _plan(self, first: Reconnecting, codec: str, base: StagedWeights | None) -> Planned:
-        """How the version comes, with the first manifest and, on a link of its own, the first chunks behind it."""
+    async def _plan(self, first: Reconnecting, codec: str, base: StagedWeights | None, looks: bool = True) -> Planned:
+        """How the version comes, with the first manifest and, on a link of its own, the first chunks behind it. Without
+        `looks`, from nobody whose memory would have to be seen for it: others may wait for this one already."""
         held = (Held(base.version, base.manifest.digest),) if base is not None and base.stream.nbytes else ()
         scheme = codec if codec in QUANTIZED else ""
         ask = GetOffers(
@@ -249,7 +250,7 @@ class _Pull:
             self._came_by = link.way
             # No other instance is nearer than the store's own memory.
             no_relay = link.direct or planned.relay in self._without or len(self._without) > OTHER_RELAYS
-            return replace(planned, relay="") if no_relay else planned
+            return replace(planned, relay="") if no_relay or (planned.only_seen and not looks) else planned
 
         return await first.call(asked)
 
