@@ -80,7 +80,9 @@ def test_a_rank_that_dies_ends_the_run_and_leaves_nothing(work: Path) -> None:
         assert process.returncode != 0
         # What happened in words, beside torchrun's traceback.
         assert f"penstock: error: rank 1 (process {ranks[0].pid} on " in said
-        assert "was killed by SIGKILL" in said
+        # Where torchrun, which looks each tenth of a second, has asked for the exit just before, it alone knows.
+        told = "was killed by SIGKILL" in said
+        assert told or ("is gone; torchrun's own lines below" in said and "Signal 9 (SIGKILL) received" in said)
         assert "from its last checkpoint it does with: torchrun --nproc-per-node 2 -m penstock train tiny.toml" in said
         _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
         assert not alive
