@@ -11,7 +11,7 @@ from contextlib import closing
 
 import pytest
 
-from penstock.cli.run_ranks import Peer, RankWatch
+from penstock.cli.run_ranks import Peer, RankWatch, exit_code
 from penstock.errors import RankLost
 
 RESUME = "torchrun --nproc-per-node 3 -m penstock train my.toml --resume=latest"
@@ -66,6 +66,22 @@ def test_it_is_said_who_it_was_how_it_ended_and_how_to_go_on(start: Start, code:
     assert isinstance(lost, RankLost)
     assert f"rank 1 (process {process.pid} on a) {says}" in str(lost)
     assert str(lost).endswith(f"from its last checkpoint it does with: {RESUME}")
+
+
+def test_where_another_has_asked_for_the_exit_before_its_words_are_referred_to(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, other = start("raise SystemExit(3)"), start("pass")
+
+    def asked_before(pid: int) -> int | None:
+        process.wait()
+        return exit_code(pid)
+
+    monkeypatch.setattr("penstock.cli.run_ranks.exit_code", asked_before)
+    with closing(RankWatch(OWN, [OWN, *peers(process, other)])) as watch:
+        end(watch, process)
+        lost = watch.explained(BROKEN, RESUME)
+    assert f"rank 1 (process {process.pid} on a) is gone; torchrun's own lines below say how it ended" in str(lost)
 
 
 def test_of_those_that_are_left_on_a_machine_the_first_speaks(start: Start) -> None:
