@@ -61,7 +61,7 @@ def test_the_simulator_does_as_many_steps_and_none_is_stuck_when_the_fleet_vanis
     # Its own machines generated all of the last step.
     assert steps[2].times.fleet == 0
     assert steps[2].times.window_s > steps[0].times.window_s
-    results = {result.what: result for result in scripted_trace._results([Round(measured(), steps)])}
+    results = {result.what: result for result in scripted_trace._results([Round(measured(), [steps])])}
     assert results["changes of the window that no event explains"].value == 0
     assert results["trainer waits, real loop"].value == pytest.approx(2.9 / 8.0)
 
@@ -75,7 +75,7 @@ def test_windows_that_events_do_not_account_for_are_counted(fault: str) -> None:
         run.steps[1]["window_s"] = 2.0
     else:
         next(event for event in run.events if isinstance(event, WindowChanged)).cause = ""
-    results = {r.what: r for r in scripted_trace._results([Round(run, scripted_trace._simulate(measured()))])}
+    results = {r.what: r for r in scripted_trace._results([Round(run, [scripted_trace._simulate(measured())])])}
     row = results["changes of the window that no event explains"]
     assert (row.value, row.met) == (1.0, False)
 
@@ -87,13 +87,24 @@ def test_of_several_rounds_the_median_counts_and_of_what_must_not_be_the_sum() -
         for step in run.steps:
             step["trainer_wait_s"], step["step_s"] = wait_s, 5.1 + wait_s
         run.steps[1]["window_s"] = 2.0
-        rounds.append(Round(run, scripted_trace._simulate(measured())))
+        rounds.append(Round(run, [scripted_trace._simulate(measured())]))
     results = {result.what: result for result in scripted_trace._results(rounds)}
     assert results["trainer waits, real loop"].value == pytest.approx(rounds[0].wait)
     ratio = results["trainer waits, real loop / simulator"]
     assert ratio.value == pytest.approx(sorted(each.wait / each.sim_wait for each in rounds)[1])
     assert ratio.note.count(",") == 2
     assert results["changes of the window that no event explains"].value == 3
+
+
+def test_of_several_replays_of_a_round_the_mean_counts() -> None:
+    replays = [scripted_trace._simulate(measured(), first_tick_s) for first_tick_s in (0.02, 0.05, 0.09)]
+    alone = [Round(measured(), [replay]) for replay in replays]
+    together = Round(measured(), replays)
+    assert together.sim_waits == [each.sim_wait for each in alone]
+    assert together.sim_wait == pytest.approx(sum(each.sim_wait for each in alone) / 3)
+    assert together.sim_idle == pytest.approx(sum(each.sim_idle for each in alone) / 3)
+    # A manager that looks at other moments ends windows at other moments.
+    assert len({steps[0].times.window_s for steps in replays}) == 3
 
 
 def test_the_simulator_is_given_the_lengths_that_paced_engines_draw() -> None:

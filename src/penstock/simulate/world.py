@@ -78,9 +78,11 @@ class World:
         strategy: Strategy,
         seed: int = 0,
         samples: Callable[[int], list[SimSample]] | None = None,
+        first_tick_s: float = TICK_S,
     ) -> None:
-        """`samples(step)`: a real run's, instead of the profile's."""
-        self.profile, self.strategy, self.seed = profile, strategy, seed
+        """`samples(step)`: a real run's, instead of the profile's. `first_tick_s`: when the manager looks first; a
+        real one's ticks stand anyhow to its steps."""
+        self.profile, self.strategy, self.seed, self._first_tick_s = profile, strategy, seed, first_tick_s
         self._samples = samples or (lambda number: step_samples(profile, number, seed))
         self.clock = Clock()
         self.reserved = [Machine(f"reserved{k}", profile.reserved, False) for k in range(profile.reserved_instances)]
@@ -114,7 +116,7 @@ class World:
         most_steps, most_s = steps or 10**9, duration_s or float("inf")
         self.remotes.start()
         self._begin()
-        self.clock.after(TICK_S, self._tick, idle=True)
+        self.clock.after(self._first_tick_s, self._tick, idle=True)
         self.clock.run(
             lambda: len(self.outcome.steps) >= most_steps or self.clock.now >= most_s or bool(self.outcome.stuck)
         )
