@@ -13,6 +13,7 @@ import os
 import ssl
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from penstock.weights import mooncake as mooncake_module
 from penstock.weights import protocol as words
 from penstock.weights import tcp as tcp_module
 from penstock.weights.addresses import parse_addresses
+from penstock.weights.framed import FramedSocket
 from penstock.weights.manifest import Encoding
 from penstock.weights.memory import NoMemory, Recycled
 from penstock.weights.plan import check_tensors
@@ -162,6 +164,24 @@ async def test_on_one_machine_a_version_is_seen_where_the_store_has_it(tmp_path:
         assert store.counters()["bytes"] == weights.bytes_fetched
         transport.close()
     assert left(tmp_path) == []
+
+
+async def test_what_is_lent_is_counted_before_anybody_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    send = FramedSocket.send
+
+    async def tired(framed: FramedSocket, *parts: bytes) -> None:
+        await send(framed, *parts)
+        if threading.current_thread() is not threading.main_thread():
+            # The store's, which goes on when all is fetched.
+            await asyncio.sleep(0.3)
+
+    monkeypatch.setattr(FramedSocket, "send", tired)
+    async with store_of(0, lenders=[SharedLender(tmp_path)]) as (store, address):
+        transport = TcpTransport(TOKEN, fetchers=[SharedFetcher()])
+        base = await fetch(address, 0, codec="raw", transport=transport)
+        assert base.way == "shm"
+        assert store.counters()["lent_by_shm"] == 1
+        transport.close()
 
 
 @pytest.mark.parametrize("spoilt", ["other boot", "other folder", "other content", "none at the store"])

@@ -360,10 +360,11 @@ class _Reader:
             place=place,
             in_parts=lease.in_parts,
         )
-        await self._framed.send(encode_message(plan) + signed)
+        # Before it goes: who has it may be done with all of it before this goes on.
         self._shelf.count("drafts" if lease.is_draft else "manifests")
         if place:
             self._shelf.count(f"lent_by_{request.by}")
+        await self._framed.send(encode_message(plan) + signed)
         await self._send_run([await lease.chunk(index) for index in range(pushed)])
 
     async def _chosen(self, request: GetPlan) -> tuple[tuple[Encoding, ...], Lease]:
