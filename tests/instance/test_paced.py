@@ -164,6 +164,23 @@ async def test_no_more_than_max_running_run_at_once_and_the_load_says_so() -> No
     await engine.close()
 
 
+async def test_an_end_is_told_with_its_step_and_the_next_one_is_let_in_there() -> None:
+    engine, virtual = await paced(tokens_per_s=100.0, max_running=2, frame_steps=8)
+    began = virtual.now
+    engine.start([sequence(1, max_new_tokens=3), sequence(2, max_new_tokens=20), sequence(3, max_new_tokens=5)])
+    collected = await collect(engine, finished(3))
+    rows = [dict(zip(delta.leases, zip(delta.counts, delta.finishes))) for delta in collected.deltas]
+    running, ended = Finish.RUNNING, Finish.LENGTH
+    assert rows == [
+        {1: (3, ended), 2: (3, running)},
+        {2: (5, running), 3: (5, ended)},
+        {2: (8, running)},
+        {2: (4, ended)},
+    ]
+    assert virtual.now - began == pytest.approx(28 / 100.0)
+    await engine.close()
+
+
 async def test_a_sample_resumed_elsewhere_says_what_it_would_have_said() -> None:
     first, _ = await paced(mean_tokens=20.0)
     first.start([sequence(lease, 64, stop_ids=(9,)) for lease in range(1, 9)])

@@ -2,7 +2,9 @@
 
 Token n of a sequence is a pure function of (seed, n), as in the built-in engine, so a sample that moves to another
 paced engine says the same. A round of `frame_steps` decode steps is planned at once, slept through, and sent as one
-delta: the cost is a hash for every 16 tokens, whatever the rate. Weights are accepted and not looked at.
+delta: the cost is a hash for every 16 tokens, whatever the rate. A round is over sooner where a sequence ends in it, as
+engines tell of an end, and let the next one in, with the step that it happens in. Weights are accepted and not looked
+at.
 """
 
 from __future__ import annotations
@@ -267,18 +269,21 @@ class PacedEngine:
         return prefilled
 
     def _plan(self) -> tuple[dict[int, tuple[list[int], Finish]], int, int]:
-        """The coming round: each sequence's tokens and finish, how many tokens in all, and the longest row."""
+        """The coming round: each sequence's tokens and finish, how many tokens in all, and the number of steps: up to
+        the first one in which a sequence ends."""
         planned: dict[int, tuple[list[int], Finish]] = {}
-        total = longest = 0
+        steps = self.frame_steps
         for lease, running in self._running.items():
-            steps = min(self.frame_steps, running.limit - running.length)
-            tokens, finish = paced_tokens(running.start, running.length, steps, self._vocab_size, self._stop_share)
+            most = min(steps, running.limit - running.length)
+            tokens, finish = paced_tokens(running.start, running.length, most, self._vocab_size, self._stop_share)
             if finish is Finish.RUNNING and running.length + len(tokens) >= running.limit:
                 finish = Finish.LENGTH
             planned[lease] = tokens, finish
-            total += len(tokens)
-            longest = max(longest, len(tokens))
-        return planned, total, longest
+            steps = min(steps, len(tokens))
+        for lease, (tokens, _) in planned.items():
+            if len(tokens) > steps:
+                planned[lease] = tokens[:steps], Finish.RUNNING
+        return planned, steps * len(planned), steps
 
     def _duration(self, prefilled: int, tokens: int, steps: int) -> float:
         prefill_s = prefilled / self._prefill_tokens_per_s if self._prefill_tokens_per_s else 0.0
