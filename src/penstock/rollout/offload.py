@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.rollout.curves import Speed
@@ -166,7 +165,7 @@ class Offload:
     learned: Learned | None = None
     """What the last step changed."""
     facts: Facts | None = None
-    _steps: deque[Sequence[Sequence[int]]] = field(default_factory=lambda: deque(maxlen=STEPS))
+    _steps: list[Sequence[Sequence[int]]] = field(default_factory=list)
     """Lengths of the last steps' answers, by prompt."""
 
     def plan(self, facts: Facts) -> Plan:
@@ -175,13 +174,19 @@ class Offload:
             pass
         return self.plans[len(facts.remote)]
 
-    def planning(self, facts: Facts) -> Iterator[None]:
-        """The same bit by bit, for those who may not stand still: done, and in `plans`, when it is exhausted."""
-        self._remember(facts.groups)
+    def planning(self, facts: Facts, ahead: bool = False) -> Generator[None, None, Plan | None]:
+        """The same bit by bit, for those who may not stand still: done, and in `plans`, when it is exhausted.
+
+        `ahead`: of a step that has not begun. The one before is still judged by its own plan, so this one is returned
+        alone, and the answers are for `remember` once they are final.
+        """
+        steps = self._with(facts.groups)
+        if not ahead:
+            self._steps = steps
         whole, facts = facts, thinned(facts)
         # Where a step is thinned there are as many fewer prompts of each.
         apart = -(-len(whole.groups) // len(facts.groups))
-        earlier = [as_long_as(step, whole.groups)[::apart] for step in list(self._steps)[:-1]]
+        earlier = [as_long_as(step, whole.groups)[::apart] for step in steps[:-1]]
         facts = self.facts = replace(facts, earlier=[row for step in earlier for row in step])
         fleet = len(facts.remote)
         near = self.plans.get(fleet)
@@ -191,8 +196,9 @@ class Offload:
         ):
             best = found
             yield
-        if best is not None:
+        if best is not None and not ahead:
             self.plans[fleet] = best
+        return best
 
     def review(self, view: WindowView) -> Window:
         """Whether the reserved engines go on."""
@@ -282,12 +288,16 @@ class Offload:
             )
             self.learned = Learned(fleet, before_s, window_s, cause)
 
-    def _remember(self, groups: Sequence[Sequence[int]]) -> None:
-        last = self._steps[-1] if self._steps else groups
-        if [len(row) for row in last] != [len(row) for row in groups]:
-            self._steps.clear()
-        if not self._steps or last != groups:
-            self._steps.append(groups)
+    def remember(self, groups: Sequence[Sequence[int]]) -> None:
+        """Answers of the last step, by which this one was planned ahead."""
+        self._steps = self._with(groups)
+
+    def _with(self, groups: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
+        """The last steps' answers, with those of the very last one."""
+        steps = self._steps
+        if steps and [len(row) for row in steps[-1]] != [len(row) for row in groups]:
+            steps = []
+        return steps if steps and steps[-1] == groups else [*steps, groups][-STEPS:]
 
     def predictor(self) -> Predictor | None:
         """For steps with other numbers of instances like those there are. It goes by what is known now, whatever is

@@ -1,14 +1,15 @@
 """What plans of a step are made from, and their making: bit by bit, since whoever drives this has frames to answer.
 
 Measures answers, loads and training, has `offload` plan with them, and tells the balance policy which limits to follow.
-Until a plan is there, the last one for as many machines holds. Refuses to know whose turn it is on the trainer's
-devices: that is `windows`.
+A step's plan is begun once the samples of the one before have all ended, while the trainer still learns from them, so
+that it is there when the step begins. Until one is there, the last one for as many machines holds. Refuses to know
+whose turn it is on the trainer's devices: that is `windows`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from penstock.rollout.balance import BalancePolicy, InstanceLoad
@@ -73,11 +74,17 @@ class Thought:
 
     names: frozenset[str]
     """Of the remote instances that it is for."""
+    facts: Facts
     batch: str
     """Of the step in which it was begun."""
-    bits: Iterator[None]
+    bits: Generator[None, None, Plan | None]
     follows: bool
     """Its limits are to be followed, not the window alone."""
+    ahead: bool = False
+    """It is for the step after that one."""
+    plan: Plan | None = None
+    """What was found."""
+    done: bool = False
 
 
 class StepPlans:
@@ -96,6 +103,7 @@ class StepPlans:
         self._load_s: dict[str, float] = {}
         """By instance: its last load of weights."""
         self._thought: Thought | None = None
+        """The one that is being made, or one that was made ahead."""
         self._batch = ""
         self._micro_batch_samples = 1
         self._planned_for: frozenset[str] | None = None
@@ -105,7 +113,7 @@ class StepPlans:
     @property
     def thinking(self) -> bool:
         """A plan is being made, and `think` goes on with it."""
-        return self._thought is not None
+        return self._thought is not None and not self._thought.done
 
     @property
     def slowest_load_s(self) -> float:
@@ -130,8 +138,11 @@ class StepPlans:
 
     def plan(self, policy: Offload, elapsed_s: float, remote: list[Instance], reserved: list[Instance]) -> None:
         """Begins a plan of the open step on these machines, unless there is one or it is being made."""
-        names = frozenset(instance.id for instance in remote)
-        if names == self._planned_for or (self._thought is not None and self._thought.names == names):
+        names, thought = frozenset(instance.id for instance in remote), self._thought
+        if thought is not None and thought.ahead and thought.batch != self._batch:
+            # Its step has begun.
+            self._thought = thought = self._come_to(thought, policy) if thought.names == names else None
+        if names == self._planned_for or (thought is not None and thought.names == names):
             return
         followed = self._balance.plan if isinstance(self._balance, Balanced) else None
         keeps = self._followed and policy.keeps(followed, elapsed_s, len(remote))
@@ -140,7 +151,7 @@ class StepPlans:
             return
         known, facts = policy.nearest(len(remote)), self._facts(remote, reserved)
         if facts is not None:
-            self._thought = Thought(names, self._batch, policy.planning(facts), follows=not keeps)
+            self._thought = Thought(names, facts, self._batch, policy.planning(facts), follows=not keeps)
         if keeps:
             return
         if known is not None:
@@ -149,17 +160,39 @@ class StepPlans:
             # What is given too late waits for a moment. What is given too early can't be taken back.
             self._follow(ONE_BY_ONE)
 
+    def plan_ahead(self, policy: Offload, remote: list[Instance], reserved: list[Instance]) -> None:
+        """Begins a plan of the step after the open one, whose samples have all ended; on the machines of now."""
+        if self._thought is not None and not self._thought.ahead:
+            return
+        facts = self._facts(remote, reserved)
+        names = frozenset(instance.id for instance in remote)
+        self._thought = None
+        if facts is not None:
+            bits = policy.planning(facts, ahead=True)
+            self._thought = Thought(names, facts, self._batch, bits, follows=True, ahead=True)
+
     def think(self) -> Thought | None:
-        """One bit of the plan that is being made: some milliseconds. The thought, once it is at its end."""
+        """One bit of the plan that is being made: some milliseconds. The thought, once it is at its end and its step
+        is open."""
         thought = self._thought
-        if thought is None or next(thought.bits, self) is not self:
+        if thought is None or thought.done:
+            return None
+        try:
+            next(thought.bits)
+            return None
+        except StopIteration as end:
+            thought.plan, thought.done = end.value, True
+        if thought.ahead:
             return None
         self._thought = None
         return thought
 
     def take(self, policy: Offload, thought: Thought) -> bool:
         """Follows what was thought. False where that was begun in a step that is no longer open."""
-        plan = policy.plans.get(len(thought.names))
+        fleet = len(thought.names)
+        if thought.plan is not None:
+            policy.plans[fleet] = thought.plan
+        plan = policy.plans.get(fleet)
         if plan is not None and thought.follows:
             self._follow(plan)
         if thought.batch != self._batch:
@@ -170,7 +203,20 @@ class StepPlans:
 
     def awaits_first(self, policy: Offload, fleet: int) -> bool:
         """A plan for so many remote instances is being made, and there was none before: it is a moment's wait."""
-        return self._thought is not None and fleet not in policy.plans
+        thought = self._thought
+        return thought is not None and not thought.ahead and fleet not in policy.plans
+
+    def _come_to(self, thought: Thought, policy: Offload) -> Thought | None:
+        """The step has begun that was thought of ahead: follows what was found, or goes on with it as its own."""
+        thought.batch, thought.ahead = self._batch, False
+        policy.remember(thought.facts.groups)
+        if thought.done:
+            self.take(policy, thought)
+            return None
+        known = policy.nearest(len(thought.names))
+        if known is not None:
+            self._follow(known)
+        return thought
 
     def _follow(self, plan: Plan) -> None:
         if isinstance(self._balance, Balanced):

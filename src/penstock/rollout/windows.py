@@ -225,9 +225,11 @@ class Windows:
             if talk is not None and talk.batch == step.batch:
                 tokens = sum(sample.length for sample in batch.held.values() if not sample.cause)
                 self._plans.answers.lengthen(talk.prompt, talk.replica, tokens)
+                self._plan_ahead(step)
             return
         step.generated, step.samples = True, batch.samples
         self._plans.answers.take(batch)
+        self._plan_ahead(step)
 
     def look(self) -> None:
         """Decides, with the time and whenever something has changed."""
@@ -401,6 +403,10 @@ class Windows:
         if isinstance(self.policy, Offload):
             elapsed_s = self._out.now - step.account.began_s
             self._plans.plan(self.policy, elapsed_s, fleet, list(self._reserved()))
+
+    def _plan_ahead(self, step: _Step) -> None:
+        if isinstance(self.policy, Offload) and self._generated(step):
+            self._plans.plan_ahead(self.policy, list(self._remote()), list(self._reserved()))
 
     def _awaits_first_plan(self, fleet: int) -> bool:
         return isinstance(self.policy, Offload) and self._plans.awaits_first(self.policy, fleet)
