@@ -55,6 +55,16 @@ def test_machines_come_and_go_in_the_step_and_at_the_moment_of_it_that_was_measu
     }
 
 
+def test_a_machine_whose_first_load_took_longer_than_loads_do_comes_as_much_later() -> None:
+    run = measured()
+    run.events.append(WeightsLoaded(ts=1001.4, instance="spot-1", version=0, nbytes=1, wall_s=0.3))
+    run.events.append(WeightsLoaded(ts=1009.0, instance="spot-1", version=1, nbytes=1, wall_s=0.01))
+    assert run.load_s == pytest.approx(0.11)
+    first, later = scripted_trace._changes(run)
+    assert [change.at_s for change in first] == [0.0], "those that were there before the run"
+    assert [change.at_s for change in later[0]] == [pytest.approx(1.0 + 0.3 - 0.11)]
+
+
 def test_the_simulator_does_as_many_steps_and_none_is_stuck_when_the_fleet_vanishes() -> None:
     steps = scripted_trace._simulate(measured())
     assert [step.number for step in steps] == [0, 1, 2]

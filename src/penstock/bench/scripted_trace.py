@@ -6,7 +6,8 @@ passes are paced, so that a busy computer does not decide what is measured. Two 
 
 The simulator is given the same profile, the very lengths that the engines drew, and the moments of each step at which
 machines connected and were lost (of each step and not of the run, or a second's drift would put an accident into
-another step); its policies are those of the manager. The trainer waits while it does not train and its devices do not
+another step; one connects as much later as its first load took longer than loads do); its policies are those of the
+manager. The trainer waits while it does not train and its devices do not
 generate; from one turn to the other counts. The overheads of the real step (loading weights, handing over, publishing)
 are measured in the run and are the simulator's too: what is compared is the waiting that the policies leave.
 
@@ -76,7 +77,8 @@ MICRO_BATCH_SAMPLES = 16
 TRAIN_TOKEN_S = 2.8e-4
 HEARTBEAT_S = 0.5
 SCRIPT = (2, 6, 0, 3)
-ROUNDS = 3
+ROUNDS = 10
+"""Of the same lengths two rounds differ by up to a third."""
 REPLAYS = 16
 """Of each run in the simulator: over ticks at other moments the trainer's waiting differs by a factor of two."""
 STUCK = 2.0
@@ -109,6 +111,12 @@ class Measured:
         """Of a step, mean: neither training nor window nor wait, but weights published and the next step submitted."""
         rest = [s["step_s"] - s["train_s"] - s["trainer_wait_s"] - s["window_s"] for s in self.steps]
         return max(0.0, sum(rest) / len(rest))
+
+    @property
+    def load_s(self) -> float:
+        """Of a machine, until it serves a version, mean."""
+        loads = [event.wall_s for event in self.of_kind(WeightsLoaded)]
+        return sum(loads) / len(loads)
 
     @property
     def hand_over_s(self) -> float:
@@ -379,8 +387,6 @@ def _simulate(measured: Measured, first_tick_s: float = TICK_S) -> list[StepOutc
 
 
 def _profile(measured: Measured) -> Profile:
-    loads = [event.wall_s for event in measured.of_kind(WeightsLoaded)]
-    load_s = sum(loads) / len(loads)
     machine = MachineProfile(
         step_base_s=1e-6,
         sequence_s=1 / TOKENS_PER_S,
@@ -394,7 +400,7 @@ def _profile(measured: Measured) -> Profile:
         name="paced",
         prompts=PROMPTS,
         samples_per_prompt=SAMPLES_PER_PROMPT,
-        weights_gb=load_s / 8,
+        weights_gb=measured.load_s / 8,
         store_gbit_s=1e6,
         reserved_instances=RESERVED,
         reserved=machine,
@@ -417,11 +423,17 @@ def _changes(measured: Measured) -> tuple[list[Change], dict[int, list[Change]]]
     seconds since that began."""
     first: list[Change] = []
     later: dict[int, list[Change]] = {}
+    loads: dict[str, float] = {}
+    for loaded in measured.of_kind(WeightsLoaded):
+        loads.setdefault(loaded.instance, loaded.wall_s)
+    load_s = measured.load_s
     for event in measured.of_kind(InstanceChanged):
         joined = not event.before
         if not event.name.startswith("spot") or not (joined or event.after == "gone"):
             continue
         at_s = event.ts - measured.began_ts
+        if joined:
+            at_s += max(0.0, loads.get(event.instance, 0.0) - load_s)
         if at_s > measured.began_s[-1] + measured.steps[-1]["step_s"]:
             # The run was over.
             continue
