@@ -100,6 +100,33 @@ def test_a_plan_for_other_machines_than_there_are_when_the_step_begins_is_made_a
     assert followed(world) is policy.plans[2]
 
 
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("other", ["an engine of the trainer's own more", "larger micro-batches"])
+def test_a_plan_for_other_engines_of_the_trainer_s_own_or_other_micro_batches_is_made_anew(
+    done: bool, other: str
+) -> None:
+    world, policy, before = step_generated()
+    if done:
+        thought_out(world)
+    ahead = policy.facts
+    if other == "larger micro-batches":
+        micro_batch_samples = 3
+    else:
+        micro_batch_samples = 1
+        world.join_as("own-too", reserved=True)
+    trained(world, "train-2")
+    world.say("begins", "train-3", micro_batch_samples=micro_batch_samples)
+    assert world.manager.thinking
+    assert policy.plans == {1: before}
+    thought_out(world)
+    assert policy.facts is not None
+    assert policy.facts is not ahead
+    assert policy.facts.training.micro_batch_samples == micro_batch_samples
+    assert len(policy.facts.reserved) == (1 if other == "larger micro-batches" else 2)
+    assert followed(world) is policy.plans[1]
+    assert policy.plans[1] is not before
+
+
 def test_another_trainer_s_first_step_does_not_go_by_what_was_thought_for_the_last_one() -> None:
     world, policy, before = step_generated()
     world.manager.windows.reset()

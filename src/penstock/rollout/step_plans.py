@@ -82,6 +82,8 @@ class Thought:
     """Its limits are to be followed, not the window alone."""
     ahead: bool = False
     """It is for the step after that one."""
+    own: frozenset[str] = frozenset()
+    """Of the reserved engines that it is for."""
     plan: Plan | None = None
     """What was found."""
     done: bool = False
@@ -141,7 +143,7 @@ class StepPlans:
         names, thought = frozenset(instance.id for instance in remote), self._thought
         if thought is not None and thought.ahead and thought.batch != self._batch:
             # Its step has begun.
-            self._thought = thought = self._come_to(thought, policy) if thought.names == names else None
+            self._thought = thought = self._come_to(thought, policy) if self._fits(thought, names, reserved) else None
         if names == self._planned_for or (thought is not None and thought.names == names):
             return
         followed = self._balance.plan if isinstance(self._balance, Balanced) else None
@@ -169,7 +171,8 @@ class StepPlans:
         self._thought = None
         if facts is not None:
             bits = policy.planning(facts, ahead=True)
-            self._thought = Thought(names, facts, self._batch, bits, follows=True, ahead=True)
+            own = frozenset(instance.id for instance in reserved)
+            self._thought = Thought(names, facts, self._batch, bits, follows=True, ahead=True, own=own)
 
     def think(self) -> Thought | None:
         """One bit of the plan that is being made: some milliseconds. The thought, once it is at its end and its step
@@ -205,6 +208,12 @@ class StepPlans:
         """A plan for so many remote instances is being made, and there was none before: it is a moment's wait."""
         thought = self._thought
         return thought is not None and not thought.ahead and fleet not in policy.plans
+
+    def _fits(self, thought: Thought, names: frozenset[str], reserved: Sequence[Instance]) -> bool:
+        """Whether a plan that was begun before its step is one for what is there now."""
+        own = frozenset(instance.id for instance in reserved)
+        micro_batch_samples = thought.facts.training.micro_batch_samples
+        return (thought.names, thought.own, micro_batch_samples) == (names, own, self._micro_batch_samples)
 
     def _come_to(self, thought: Thought, policy: Offload) -> Thought | None:
         """The step has begun that was thought of ahead: follows what was found, or goes on with it as its own."""
