@@ -331,6 +331,19 @@ def test_a_step_with_a_loss_says_nothing_about_the_plan() -> None:
     assert offload.corrections == {}
 
 
+@pytest.mark.parametrize("fleet", [1.6, 2.4, 2.15, 2.85])
+def test_a_step_into_which_machines_came_says_nothing_about_the_plan_of_the_nearest_number(fleet: float) -> None:
+    offload = Offload()
+    for remote in (2, 3):
+        offload.plan(facts(remote))
+    # They waited for the weights, and had little to do: so would the whole number not have.
+    offload.ended(times(fleet=fleet, remote_wait_s=50.0))
+    assert offload.corrections == {}
+    assert offload.learned is None
+    offload.ended(times(fleet=2.95, remote_wait_s=50.0))
+    assert offload.correction(3) < 0, "one that came in a step's first moments"
+
+
 def config(**changes: float) -> FleetSizeConfig:
     return FleetSizeConfig(**{"reserved_price": 80.0, "instance_price": 5.0, "patience": 2, **changes})  # type: ignore[arg-type]
 

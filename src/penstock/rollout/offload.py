@@ -37,6 +37,9 @@ REMOTE_COUNTS = 0.25
 """A second that remote instances wait more than planned, against one of the trainer's: they are the cheaper ones."""
 MOST_CORRECTION = 0.2
 """Of the training time: more than that is not an error of the plan but a change of the fleet within the step."""
+SAME = 0.1
+"""Of an instance, by which a step's mean fleet may be off a whole number: a step in which more of one came or went was
+another fleet's, and its waits say nothing about that number's plan."""
 NEAR = 0.25
 """About a planned window's end, as a share of it, what is finished decides as much as time: behind the plan, the
 trainer would starve; ahead of it, it could train."""
@@ -263,6 +266,8 @@ class Offload:
             return
         if plan is None and (self.plans or not (times.remote_busy_s or times.remote_wait_s)):
             # Between two sizes: machines came within the step. Or none of them had the version before it was over.
+            return
+        if plan is not None and abs(times.fleet - fleet) > SAME:
             return
         if plan is None:
             before_s = self.window_s(fleet) if self.seconds else times.window_s
