@@ -127,7 +127,11 @@ class Sample:
     outcome: Score | None = None
     """What the environment gave, added up over turns; None where there was none."""
     reference_logprobs: array[float] | None = None
-    """float32, T: by the run's reference, where that has workers of its own (`train.reference`)."""
+    """float32, T: by the run's reference, where that has workers of its own (`train.reference`) or saw it ahead."""
+    old_logprobs: array[float] | None = None
+    """float32, T: by the step's first weights, where the trainer has looked at it ahead."""
+    values: array[float] | None = None
+    """float32, T: the critic's, as long as it has not learned since."""
 
     @property
     def row(self) -> Mapping[str, Any]:

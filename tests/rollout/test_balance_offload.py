@@ -153,6 +153,45 @@ def test_at_a_window_s_end_all_have_their_turn_anew_and_who_comes_later_waits() 
     assert plan.step_s == pytest.approx(20.0 + 20.0, rel=1e-3)
 
 
+def test_a_step_is_replayed_with_what_its_trainer_does_ahead_of_whole_groups() -> None:
+    # One place, a token in 0.01 s: samples of 100, 300, 100 and 100 tokens end at 1, 4, 5 and 6 s.
+    groups, engine = [[100, 300], [100, 100]], Engine(Speed(0.01, 0.0, 0.0, 0.0), 1)
+    both = Limits(), Limits()
+
+    def replayed(training: Training) -> tuple[float, float]:
+        plan = replay(groups, 0, [engine], [], training, both, 0.0)
+        return plan.step_s, plan.trainer_wait_s
+
+    behind = Training(token_s=0.01, micro_batch_samples=2)
+    # Trains on the first two from 4 to 8 s, on the others until 10 s.
+    assert replayed(behind) == (pytest.approx(10.0), pytest.approx(4.0))
+    # Half of the first is done from 1 to 1.5 s: then it trains from 4 to 7.5 s, and until 9.5 s.
+    assert replayed(replace(behind, ahead_token_s=0.005)) == (pytest.approx(9.5), pytest.approx(3.5))
+    assert replayed(replace(behind, ahead_token_s=0.005, ahead_samples=2)) == replayed(behind), "there are never two"
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 400), min_size=3, max_size=3), min_size=1, max_size=12),
+    st.floats(0.0, 4.0),
+    st.integers(1, 8),
+    st.integers(1, 5),
+)
+def test_what_is_done_ahead_is_not_done_again(
+    groups: list[list[int]], window_s: float, micro_batch: int, ahead_samples: int
+) -> None:
+    training = Training(3e-3, micro_batch, 0.2, 0.1, ahead_token_s=1e-3, ahead_samples=ahead_samples)
+    plan = replay(groups, 10, [ENGINE] * 2, [ENGINE], training, (Limits(), Limits()), window_s)
+    switch_s = training.switch_s if plan.window_s > 0 else 0.0
+    busy_s = plan.step_s - plan.trainer_wait_s - plan.window_s - switch_s - training.rest_s
+    assert busy_s == pytest.approx(3e-3 * sum(sum(row) + 10 * len(row) for row in groups))
+    nothing = replace(training, ahead_token_s=1e-15)
+    behind = replace(training, ahead_token_s=0.0)
+    one, other = (
+        replay(groups, 10, [ENGINE] * 2, [ENGINE], each, (Limits(), Limits()), window_s) for each in (nothing, behind)
+    )
+    assert one.step_s == pytest.approx(other.step_s)
+
+
 def test_a_trainer_that_waited_more_than_planned_lengthens_the_window_of_that_size_alone() -> None:
     offload = Offload()
     for remote in (2, 3, 8):

@@ -348,7 +348,17 @@ def test_another_trainer_finds_the_engines_shared_until_it_takes_turns_itself() 
     assert world.turn is Turn.SHARED
 
 
-@pytest.mark.parametrize("changes", [{"state": "sleeps"}, {"train_s": float("nan")}, {"micro_batch_samples": 0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"state": "sleeps"},
+        {"train_s": float("nan")},
+        {"micro_batch_samples": 0},
+        {"ahead_samples": 0},
+        {"ahead_token_s": float("inf")},
+        {"ahead_token_s": -1.0},
+    ],
+)
 def test_a_turn_that_makes_no_sense_is_refused_and_changes_nothing(changes: dict[str, Any]) -> None:
     world = TurnWorld()
     world.trainer(TrainerTurn(**{"number": 1, "batch": "b", "version": 0, "state": "begins", **changes}))
@@ -466,7 +476,7 @@ def waited_for(world: TurnWorld, batch: str, own: SimulatedAgent, spot: Simulate
     world.hand_over()
     world.pass_time(1.0)
     world.say("trained", batch)
-    world.say("ended", batch, tokens=1000, train_s=1.0, rest_s=0.1)
+    world.say("ended", batch, tokens=1000, train_s=1.0, rest_s=0.1, ahead_token_s=2e-4, ahead_samples=3)
 
 
 def test_a_window_is_learned_from_the_waits_and_the_event_says_so() -> None:
@@ -569,7 +579,8 @@ def test_plans_are_made_of_the_last_step_s_answers_loads_and_hand_over() -> None
     world.pass_time(1.0)
     assert world.turn is Turn.TRAINING
     world.say("trained", "train-2")
-    world.say("ended", "train-2", tokens=1000, train_s=1.0, rest_s=0.1)
+    # Nobody waited in it, so nothing was done ahead: what is known of that stays.
+    world.say("ended", "train-2", tokens=1000, train_s=1.0, rest_s=0.1, ahead_samples=3)
     assert own.sequences == spot.sequences == {}
     longer = world.manager.windows.measured_groups
     assert sum(map(sum, longer)) > 2 * sum(map(sum, before)), "answers grew, and the next plan goes by them"
@@ -577,7 +588,9 @@ def test_plans_are_made_of_the_last_step_s_answers_loads_and_hand_over() -> None
     while world.manager.thinking:
         world.carry_out(world.manager.think(world.now))
     assert policy.facts.groups == longer
-    assert policy.facts.training.switch_s == pytest.approx(0.4), "as handing over took"
+    training = policy.facts.training
+    assert training.switch_s == pytest.approx(0.4), "as handing over took"
+    assert (training.token_s, training.ahead_token_s, training.ahead_samples) == (1e-3, 2e-4, 3)
 
 
 def test_a_plan_that_is_made_when_its_step_is_over_is_followed_by_one_of_what_was_learned_meanwhile() -> None:

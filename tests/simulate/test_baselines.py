@@ -153,10 +153,14 @@ def test_strategies_are_put_together_as_they_are_told_on_their_page() -> None:
         "penstock-paper-window": ("Algorithm1", "Balanced", "FleetSize"),
         "penstock-no-width": ("Offload", "_AlwaysWide", "FleetSize"),
         "penstock-no-moves": ("Offload", "Balanced", "FleetSize"),
+        "penstock-no-look-ahead": ("Offload", "Balanced", "FleetSize"),
         "penstock-paper-size": ("Offload", "Balanced", "PaperSize"),
     }
     still = [name for name, one in made.items() if isinstance(one.balance, Balanced) and not one.balance.max_moves]
     assert still == ["penstock-no-moves"]
+    assert [name for name, one in made.items() if not one.looks_ahead] == ["penstock-no-look-ahead"]
+    others = ("colocated", "disaggregated", "rlboost", "rlboost-no-seeding", "rlboost-forgetful")
+    assert not any(make_strategy(name, profile).looks_ahead for name in others)
 
 
 def test_tuning_takes_the_best_of_each_constant_in_turn() -> None:
@@ -175,7 +179,8 @@ def test_each_ablation_changes_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     # The same for all, and quicker.
     monkeypatch.setattr(plan, "TRIES", 3)
     monkeypatch.setattr(plan, "CHANCES", 1)
-    profile = small_profile(prompts=48)
+    training = small_profile().training.model_copy(update={"ahead_share": 0.3})
+    profile = small_profile(prompts=48, training=training)
     trace = from_counts([(0.0, 3), (25.0, 2), (60.0, 4)], 1e6)
 
     def walls(name: str) -> tuple[float, ...]:

@@ -83,7 +83,7 @@ def clairvoyant(profile: Profile, seed: int, order: str) -> Callable[[int], list
 
 
 profiles = st.builds(
-    lambda kv, places, base, sequence, context, faster, train, engines, spread, count, wait, reward, pull, share, own: (
+    lambda kv, places, base, sequence, context, faster, train, engines, spread, count, wait, reward, pull, share, own, ahead: (  # noqa: E501
         small_profile(
             reserved_beside=own,
             prompts=count,
@@ -107,7 +107,13 @@ profiles = st.builds(
                 update={"step_base_s": base / faster, "context_s": context / faster, "shared_prompts": share[1]}
             ),
             training=Training(
-                s_per_token=train, optimizer_s=0.2, switch_s=wait, micro_batch_samples=8, reward_s=reward
+                s_per_token=train,
+                optimizer_s=0.2,
+                switch_s=wait,
+                micro_batch_samples=8,
+                reward_s=reward,
+                ahead_share=ahead[0],
+                ahead_samples=ahead[1],
             ),
             lengths=Lengths(prompt_tokens=share[3], median_tokens=300, spread=spread, max_tokens=900),
         )
@@ -139,6 +145,7 @@ profiles = st.builds(
         ]
     ),
     st.booleans(),
+    st.sampled_from([(0.0, 1), (0.25, 4), (0.6, 1), (0.95, 1)]),
 )
 
 
@@ -168,7 +175,8 @@ def test_no_policy_beats_the_bound_even_one_that_knows_the_lengths(
     trace = from_counts(series, 1e6, seed)
     if name == "any":
         rng = random.Random(seed)
-        strategy = Strategy("any", AnyBalance(rng, width), AnyWindow(rng), FixedSize(4), differences=seed % 2 == 0)
+        policies = AnyBalance(rng, width), AnyWindow(rng), FixedSize(4)
+        strategy = Strategy("any", *policies, differences=seed % 2 == 0, looks_ahead=seed % 3 > 0)
     else:
         strategy = make_strategy(name, profile, ceiling=4)
     samples = clairvoyant(profile, seed, order)
@@ -304,18 +312,23 @@ costs = st.builds(
         Prices, st.floats(1e-6, 10), st.floats(0.1, 4), st.floats(0.05, 2), st.floats(0.01, 1), st.floats(1, 500)
     ),
     group=st.lists(st.tuples(st.integers(1, 2_000), st.integers(1, 2_000)), min_size=1, max_size=3),
+    ahead=st.sampled_from([0.0, 0.25, 0.8]),
 )
 def test_a_token_pays_no_more_than_the_cheapest_place_asks(
-    remote: Cost, reserved: Cost, at: Prices, group: list[tuple[int, int]]
+    remote: Cost, reserved: Cost, at: Prices, group: list[tuple[int, int]], ahead: float
 ) -> None:
     """The sum over tokens one by one, and the rule with which prices are looked for, against the one that counts."""
-    demands = Demands([group], [3.0], remote, reserved, TRAPEZOIDS)
+    demands = Demands([group], [3.0], remote, reserved, TRAPEZOIDS, ahead)
     paid = demands.paid(at, at.turn_s)
-    weights = [root * root for _, root, _ in demands._samples[0]]
-    assert sum(weights) == pytest.approx(3.0)
-    soon, later = 0.0, (1 - at.early) * at.price * at.turn_s * 3.0
-    for (prompt, tokens), weight in zip(group, weights):
-        w = at.price * weight
+    weights = [weights for _, weights, _ in demands._samples[0]]
+    assert sum(map(sum, weights)) == pytest.approx(3.0)
+    assert sum(own for own, _ in weights) == pytest.approx(3.0 * ahead)
+    soon = later = 0.0
+    for (prompt, tokens), (own_s, group_s) in zip(group, weights):
+        w = at.price * (own_s + group_s)
+        between = (own_s + at.early * group_s) / (own_s + group_s)
+        saved = (1 - at.early) * at.price * at.turn_s
+        behind, ends_before = saved * (own_s + group_s), saved * group_s
         for token in range(tokens):
             remote_s, reserved_s = (
                 c.sequence + c.prompt * prompt + c.context * (token + 0.5) for c in (remote, reserved)
@@ -328,10 +341,14 @@ def test_a_token_pays_no_more_than_the_cheapest_place_asks(
                     (1.0, remote_s, remote.base, at.early),
                     (at.reserved, reserved_s, reserved.base, at.early),
                     (at.late, remote_s, remote.base, 1.0),
+                    (1.0, remote_s, remote.base, between),
+                    (at.reserved, reserved_s, reserved.base, between),
                 )
             ]
             soon += min(asked[:2])
-            later += min(asked[2:])
+            behind += min(asked[2:5])
+            ends_before += min(asked[5:])
+        later += min(behind, ends_before) if ahead else behind
     prompts = [prompt for prompt, _ in group]
     prefill = (max(prompts) if remote.shared or reserved.shared else sum(prompts)) * min(
         remote.prefill, at.late * remote.prefill, at.reserved * reserved.prefill
@@ -339,7 +356,7 @@ def test_a_token_pays_no_more_than_the_cheapest_place_asks(
     # The middle of a token is no less than its mean: costs are concave.
     assert paid <= (min(soon, later) + prefill) * (1 + 1e-9)
     assert paid >= 0.9 * (min(soon, later) + prefill)
-    assert Demands([group], [3.0], remote, reserved, SIMPSON).paid(at, at.turn_s) == pytest.approx(paid, rel=0.1)
+    assert Demands([group], [3.0], remote, reserved, SIMPSON, ahead).paid(at, at.turn_s) == pytest.approx(paid, rel=0.1)
 
 
 @pytest.mark.parametrize(("machines", "lengths"), [(1, (300, 100, 200, 50)), (2, (90, 400, 210, 330)), (3, (250,) * 4)])

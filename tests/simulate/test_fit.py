@@ -167,6 +167,16 @@ def test_the_first_step_in_which_engines_warm_up_says_nothing_of_training() -> N
     assert training.optimizer_s == pytest.approx(1.4)
 
 
+def test_what_was_done_ahead_of_whole_groups_can_be_done_so_in_the_profile() -> None:
+    log = log_of(worked(random.Random(1), "a"), steps=2)
+    assert fit_profile(gather(log)).profile.training.ahead_share == 0.0
+    last = [event for event in log if isinstance(event, events.StepFinished)][-1]
+    last.metrics |= {"ahead_s": 0.3, "ahead_tokens": 1000.0}
+    assert fit_profile(gather(log)).profile.training.ahead_share == pytest.approx(3e-4 / (9.6 / (8000 + 32 * 50)))
+    last.metrics |= {"ahead_s": 30.0}
+    assert fit_profile(gather(log)).profile.training.ahead_share < 1
+
+
 def test_a_growth_within_its_own_error_is_none() -> None:
     log = [event for event in log_of(worked(random.Random(1), "a")) if not isinstance(event, events.AnswersEnded)]
     for step, factor in enumerate((1.0, 1.3, 0.8, 1.2, 1.05)):

@@ -14,7 +14,7 @@ from penstock.config.run import RolloutConfig
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Report, ShortestQueue
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.balancing import MOVES_S
-from penstock.rollout.offload import Offload
+from penstock.rollout.offload import FixedWindow, Offload
 from penstock.rollout.step_replay import Plan
 from penstock.simulate.baselines import STRATEGIES, make_strategy
 from penstock.simulate.lengths import step_samples
@@ -155,6 +155,27 @@ def test_every_strategy_finishes_its_steps_and_none_beats_the_bound(name: str, m
     for step in outcome.steps:
         assert step.times.step_s >= step.bound_s * (1 - 1e-9)
         assert step.times.step_s >= step.times.train_s
+
+
+@pytest.mark.parametrize("machines", [0, 2, 4])
+def test_what_needs_no_whole_group_is_done_while_there_is_none(machines: int) -> None:
+    training = small_profile().training.model_copy(update={"ahead_share": 0.4, "ahead_samples": 2})
+    # One window for both, or plans would differ too.
+    steps = {}
+    for looks in (True, False):
+        profile = small_profile(training=training)
+        strategy = make_strategy("rlboost", profile, machines=machines)
+        strategy.window = FixedWindow(1.0)
+        strategy.looks_ahead = looks
+        steps[looks] = simulate(profile, static_trace(machines, 1e9), strategy, steps=3).steps
+    for ahead, behind in zip(steps[True], steps[False], strict=True):
+        assert ahead.times.train_s == pytest.approx(behind.times.train_s), "the same work"
+        spans = ahead.trainer_spans
+        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in itertools.pairwise(spans))
+        if machines:
+            assert len(spans) > len(behind.trainer_spans)
+            assert ahead.times.trainer_wait_s < behind.times.trainer_wait_s
+            assert ahead.times.step_s < behind.times.step_s
 
 
 def test_without_remote_instances_the_step_completes_locally() -> None:

@@ -91,9 +91,14 @@ def learn(learner: Learner, out: Path) -> dict[str, torch.Tensor]:
     for step in range(2):
         learner.begin_step(step)
         mini_batches = learner.config.train.mini_batches_per_step
-        first, second, third = groups()[:2], groups()[2:3], groups()[3:]
+        made = groups()
+        first, second, third = made[:2], made[2:3], made[3:]
         learner.learn(first, Tally(0), {}, None)
+        if learner.looks_ahead:
+            learner.look([sample for group in made[2:5] for sample in group.samples[:3]])
         learner.learn(second, Tally(0), {}, 0 if mini_batches == 2 else None)
+        if learner.looks_ahead:
+            learner.look(made[5].samples[:2])
         learner.learn(third, Tally(0), {}, mini_batches - 1)
     for name, mean in learner.metrics().items():
         found[f"metrics/{name}"] = torch.tensor(mean)

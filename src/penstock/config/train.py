@@ -110,6 +110,9 @@ class TrainConfig(Section):
     old_logprobs: Literal["auto", "rollout", "recompute"] = "auto"
     """Denominator of the ratio: the engine's own log-probabilities (`rollout`: only at temperature 1, which they are
     of), or those of the step's first weights (`recompute`). `auto` takes the engine's where they can be used."""
+    look_ahead: bool = True
+    """While no group is whole, the passes that need none are made of samples that are there: old and reference
+    log-probabilities, values. What is learned is the same. Nothing to do where a run has no such passes."""
     rollout_correction: Literal["off", "token", "sequence"] = "off"
     """Weighs each token's loss by trainer's over engine's probability, of the token or of its whole answer (truncated
     importance sampling). For old_logprobs="recompute" at temperature 1."""

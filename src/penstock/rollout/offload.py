@@ -360,5 +360,11 @@ def thinned(facts: Facts, most: int = MOST_REPLAYED) -> Facts:
         facts.prompt_tokens,
         [scaled(engine) for engine in facts.remote],
         [scaled(engine) for engine in facts.reserved],
-        replace(training, token_s=f * training.token_s, micro_batch_samples=fewer),
+        replace(
+            training,
+            token_s=f * training.token_s,
+            micro_batch_samples=fewer,
+            ahead_token_s=f * training.ahead_token_s,
+            ahead_samples=max(1, round(training.ahead_samples / f)),
+        ),
     )

@@ -161,6 +161,12 @@ class Packer:
         return self._groups_taken == self.groups_expected
 
     @property
+    def open_samples(self) -> list[Sample]:
+        """Scored samples of groups that are not whole yet and will be learned from, as far as is known."""
+        groups = (group for group in self._open.values() if not (group.missing and self.unscored == "drop_group"))
+        return [sample for group in groups for sample in group.samples]
+
+    @property
     def groups_complete(self) -> int:
         """Groups that are whole, dropped ones included."""
         return len(self._closed)

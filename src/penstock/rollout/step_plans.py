@@ -100,6 +100,9 @@ class StepPlans:
         """Training on a token, in the last step."""
         self.rest_s = 0.0
         """What the last step took beside its samples."""
+        self.ahead_token_s = 0.0
+        """Of that, what needs no whole group, as far as was seen."""
+        self.ahead_samples = 1
         self.switch_s = 0.0
         """The last handing over."""
         self._load_s: dict[str, float] = {}
@@ -239,7 +242,14 @@ class StepPlans:
         theirs, own = self._engines(balance, remote), self._engines(balance, reserved)
         if theirs is None or own is None:
             return None
-        training = Training(self.token_s, self._micro_batch_samples, self.switch_s, self.rest_s)
+        training = Training(
+            self.token_s,
+            self._micro_batch_samples,
+            self.switch_s,
+            self.rest_s,
+            min(self.ahead_token_s, self.token_s),
+            self.ahead_samples,
+        )
         # A copy: turns that end while a plan is made would change it under way.
         return Facts([list(group) for group in answers.groups], answers.prompt_tokens, theirs, own, training)
 

@@ -48,6 +48,10 @@ class Training:
     """From generating to training."""
     rest_s: float = 0.0
     """After the last micro-batch."""
+    ahead_token_s: float = 0.0
+    """Of `token_s`, what needs no whole group, and is done while there is none."""
+    ahead_samples: int = 1
+    """Of so many samples at least, and at most of a micro-batch's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +218,7 @@ def replay(
         engines += [_Running(engine, False, engine.starts_s, limits[1], window_s) for engine in reserved]
     missing = [len(row) for row in groups]
     complete: list[tuple[float, int]] = []
+    ended: list[tuple[float, int, float]] = []
     events: list[tuple[float, int]] = []
 
     def fill(index: int) -> None:
@@ -267,12 +272,16 @@ def replay(
         engine.context = max(0.0, engine.context - full) if engine.ends else 0.0
         missing[group] -= 1
         last_s = now
+        ended.append((now, group, full))
         if not missing[group]:
             tokens = sum(groups[group]) + prompt_tokens * len(groups[group])
             complete.append((now, int(tokens)))
         fill(index)
     window_s = min(window_s, last_s)
-    step_s, wait_s = _trained(complete, len(groups[0]), training, window_s)
+    if training.ahead_token_s > 0:
+        step_s, wait_s = _trained_ahead(ended, [len(row) for row in groups], training, window_s)
+    else:
+        step_s, wait_s = _trained(complete, len(groups[0]), training, window_s)
     return Plan(*limits, window_s, step_s, wait_s, max(0.0, step_s - last_s), finished)
 
 
@@ -327,4 +336,52 @@ def _trained(
         there_s = part[-1][0]
         wait_s += max(0.0, there_s - clock)
         clock = max(clock, there_s) + training.token_s * sum(tokens for _, tokens in part)
+    return clock + training.rest_s, wait_s
+
+
+def _trained_ahead(
+    ended: Sequence[tuple[float, int, float]], missing: list[int], training: Training, window_s: float
+) -> tuple[float, float]:
+    """The same where a part is done ahead: while too few groups are whole, of samples of others, oldest first.
+
+    `ended`: (time, group, prompt and full length) of each sample as it ends; `missing`: samples of each group.
+    """
+    needed = -(-training.micro_batch_samples // missing[0])
+    clock = window_s + (training.switch_s if window_s > 0 else 0.0)
+    wait_s, left, at = 0.0, len(missing), 0
+    whole: deque[int] = deque()
+    costs_s, behind = [0.0] * left, [0] * left
+    """Of each group: training that is left, and samples of which nothing is done."""
+    waiting: deque[tuple[int, float]] = deque()
+    doable = 0
+    while left:
+        while at < len(ended) and ended[at][0] <= clock:
+            _, group, full = ended[at]
+            at += 1
+            missing[group] -= 1
+            costs_s[group] += full * training.token_s
+            if missing[group]:
+                waiting.append((group, full))
+                behind[group] += 1
+                doable += 1
+            else:
+                whole.append(group)
+                doable -= behind[group]
+        if len(whole) >= needed or (whole and at == len(ended)):
+            rows = [whole.popleft() for _ in range(min(needed, len(whole)))]
+            clock += sum(costs_s[group] for group in rows)
+            left -= len(rows)
+        elif doable >= training.ahead_samples:
+            done = 0
+            while waiting and done < training.micro_batch_samples:
+                group, full = waiting.popleft()
+                if missing[group]:
+                    done += 1
+                    behind[group] -= 1
+                    costs_s[group] -= full * training.ahead_token_s
+                    clock += full * training.ahead_token_s
+            doable -= done
+        else:
+            wait_s += ended[at][0] - clock
+            clock = ended[at][0]
     return clock + training.rest_s, wait_s

@@ -358,6 +358,9 @@ class Windows:
         if frame.tokens and step.whole:
             self._plans.token_s = frame.train_s / frame.tokens
             self._plans.rest_s = frame.rest_s
+            # A step that nobody waited in says nothing of it.
+            self._plans.ahead_token_s = frame.ahead_token_s or self._plans.ahead_token_s
+            self._plans.ahead_samples = frame.ahead_samples
             times = step.account.times(frame.train_s)
             self.policy.ended(times)
             self._out.records(self.memory.news(self.policy))
@@ -495,11 +498,16 @@ class Windows:
 
 
 def _check(frame: TrainerTurn) -> None:
-    figures = (frame.window_s, frame.train_s, frame.rest_s)
-    if frame.state not in STATES or frame.micro_batch_samples < 1 or not all(map(math.isfinite, figures)):
+    figures = (frame.window_s, frame.train_s, frame.rest_s, frame.ahead_token_s)
+    least = min(frame.micro_batch_samples, frame.ahead_samples)
+    if frame.state not in STATES or least < 1 or not all(map(math.isfinite, figures)):
         raise WireError(
             f"a trainer's turn {frame.state[:40]!r} (there are {', '.join(STATES)}) with micro_batch_samples = "
-            f"{frame.micro_batch_samples} and window_s, train_s, rest_s = {figures}"
+            f"{frame.micro_batch_samples}, ahead_samples = {frame.ahead_samples} and window_s, train_s, rest_s, "
+            f"ahead_token_s = {figures}"
         )
-    if frame.tokens < 0 or frame.train_s < 0 or frame.rest_s < 0:
-        raise WireError(f"a step of {frame.tokens} tokens that took {frame.train_s} s and {frame.rest_s} s")
+    if min(frame.tokens, frame.train_s, frame.rest_s, frame.ahead_token_s) < 0:
+        raise WireError(
+            f"a step of {frame.tokens} tokens that took {frame.train_s} s and {frame.rest_s} s, and "
+            f"{frame.ahead_token_s} s a token ahead"
+        )

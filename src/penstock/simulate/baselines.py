@@ -305,7 +305,8 @@ def _penstock(profile: Profile, wish: _Wish) -> Strategy:
             balance = Balanced(profile.max_pending_per_instance, max_moves=0)
         case "penstock-paper-size":
             size = wish.fixed or PaperSize(profile.reserved_instances, wish.ceiling)
-    return Strategy(wish.name, balance, window, size, differences=True)
+    ahead = wish.name != "penstock-no-look-ahead"
+    return Strategy(wish.name, balance, window, size, differences=True, looks_ahead=ahead)
 
 
 ABLATIONS = (
@@ -313,6 +314,7 @@ ABLATIONS = (
     "penstock-paper-window",
     "penstock-no-width",
     "penstock-no-moves",
+    "penstock-no-look-ahead",
     "penstock-paper-size",
 )
 STRATEGIES: dict[str, Callable[[Profile, _Wish], Strategy]] = {

@@ -20,6 +20,8 @@ that a trainer can do is to train without a gap at the very end:
 
     sum_k p_k * begun_k <= p * end - (p^2 + sum_b q_b^2) / 2
 
+Where a share of training needs no whole group, that much of p_k waits for each sample alone, as much as there is of it
+to train on, and only the rest for the group; and only that rest need be in micro-batches.
 A step of T seconds in which the least cost is more than what there is to pay is impossible, at any prices. Prices that
 change within the step forbid more: `bound_phases`.
 
@@ -39,7 +41,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.simulate.bound_phases import SIMPSON, TRAPEZOIDS, Cost, Demands, Supply, longer_s, prefilled_tokens
+from penstock.simulate.bound_phases import (
+    SIMPSON,
+    TRAPEZOIDS,
+    Cost,
+    Demands,
+    Supply,
+    dealt,
+    longer_s,
+    prefilled_tokens,
+)
 from penstock.simulate.machine import SimSample
 from penstock.simulate.profiles import MachineProfile, Profile
 from penstock.simulate.traces import Trace
@@ -84,18 +95,22 @@ class _Step:
         together = max(1, -(-training.micro_batch_samples // per))
         self.micro_batches = -(-len(self.groups) // together)
         last = len(self.groups) - (self.micro_batches - 1) * together
-        self.last_s = sum(sorted(self.train_s)[:last]) + training.reward_s
+        self.ahead = training.ahead_share
+        """Of the training on a sample, what need not wait until its group is complete."""
+        self.behind = 1 - training.ahead_share
+        self.last_s = self.behind * sum(sorted(self.train_s)[:last]) + training.reward_s
         """Between the last token that can be of use and the end of training: the last micro-batch."""
-        self.alone_s, self.first_s = self._alone(together)
+        self.alone_s, self.first_s, self.soonest_s = self._alone(together)
         self.demands = list(self._demands())
 
     def least_s(self, begins_s: float) -> float:
         """Without regard to how many machines there are, the first of which begins at `begins_s`.
 
         - The longest answer alone on a machine, then training on its group.
-        - Training on everything, once the groups of a first micro-batch are there.
+        - Training on everything, once a first sample is there; all but what can be done ahead, once the groups of a
+          first micro-batch are.
         """
-        least_s = max(self.alone_s, self.first_s + self.all_s)
+        least_s = max(self.alone_s, self.first_s + self.behind * self.all_s, self.soonest_s + self.all_s)
         return begins_s + least_s + self.training.reward_s + self.training.optimizer_s
 
     def possible(self, step_s: float, begins_s: float, remote_s: Callable[[float], float]) -> bool:
@@ -116,7 +131,7 @@ class _Step:
     def supply(self, begins_s: float, remote_s: Callable[[float], float]) -> Supply:
         training = self.training
         # The sum of squares of the micro-batches is least where all are equal.
-        late = (1 + 1 / self.micro_batches) / 2 * self.all_s
+        late = (1 + self.behind**2 / self.micro_batches) / 2 * self.all_s
 
         def useful_s(step_s: float, until_s: float) -> float:
             return remote_s(min(until_s, step_s - training.optimizer_s - self.last_s))
@@ -151,32 +166,34 @@ class _Step:
         groups = [[(sample.prompt_tokens, sample.length) for sample in group] for group in self.groups]
         by_length = sorted(range(len(groups)), key=lambda k: self.train_s[k])
         part = by_length[len(by_length) % EVERY // 2 :: EVERY]
-        coarse = Demands([groups[k] for k in part], [self.train_s[k] for k in part], *hardest.kinds, SIMPSON)
-        whole = Demands(groups, self.train_s, *hardest.kinds, TRAPEZOIDS)
+        some = [groups[k] for k in part]
+        coarse = Demands(some, [self.train_s[k] for k in part], *hardest.kinds, SIMPSON, self.ahead)
+        whole = Demands(groups, self.train_s, *hardest.kinds, TRAPEZOIDS, self.ahead)
         return longer_s(coarse, whole, supply, low_s, price, hardest.reserved)
 
-    def _alone(self, together: int) -> tuple[float, float]:
-        """(longest answer alone and its group trained, first micro-batch's groups complete)."""
+    def _alone(self, together: int) -> tuple[float, float, float]:
+        """(longest answer alone and its group trained, first micro-batch's groups complete, first sample complete)."""
         every = [*_remote_kinds(self.profile), self.profile.reserved]
         kinds = [_fastest(_remote_kinds(self.profile)), _fastest([self.profile.reserved])]
         if any(kind.shared_prompts for kind in every):
             # Who moves to where a sibling runs has its prompt there already, and has paid for it on the other kind.
             kinds = [replace(kind, prefill=min(kind.prefill for kind in kinds)) for kind in kinds]
-        complete = []
-        for group in self.groups:
-            complete.append(
-                max(
-                    min(
-                        sample.prompt_tokens * kind.prefill
-                        + sample.length
-                        * (kind.base + kind.sequence + kind.context * (sample.prompt_tokens + sample.length / 2))
-                        for kind in kinds
-                    )
-                    for sample in group
+        alone = [
+            [
+                min(
+                    sample.prompt_tokens * kind.prefill
+                    + sample.length
+                    * (kind.base + kind.sequence + kind.context * (sample.prompt_tokens + sample.length / 2))
+                    for kind in kinds
                 )
-            )
-        longest = max(there + train for there, train in zip(complete, self.train_s))
-        return longest, sorted(complete)[min(together, len(complete)) - 1]
+                for sample in group
+            ]
+            for group in self.groups
+        ]
+        complete = [max(row) for row in alone]
+        longest = max(there + self.behind * train for there, train in zip(complete, self.train_s))
+        first = sorted(complete)[min(together, len(complete)) - 1]
+        return longest, first, min(map(min, alone)) if self.ahead else first
 
     def _demands(self) -> Iterator[_Demand]:
         longest = max(sample.prompt_tokens + sample.length for group in self.groups for sample in group)
@@ -213,14 +230,10 @@ class _Step:
                 roots.append(_root_integral(first, context, sample.length))
             if base == 0:
                 continue
-            # A group's weight is dealt to its samples as their squares: that is where the sum of roots is greatest.
-            squares = sum(value * value for value in roots)
-            root += 2 * math.sqrt(base * train_s * squares)
-            share += sum(
-                value * value / squares * train_s * base * sample.length
-                for value, sample in zip(roots, group)
-                if squares > 0
-            )
+            tokens = [sample.prompt_tokens + sample.length for sample in group]
+            for weights, value, sample in zip(dealt(train_s, self.ahead, tokens, roots), roots, group):
+                root += 2 * math.sqrt(base * sum(weights)) * value
+                share += sum(weights) * base * sample.length
         return _Demand(price, (remote, reserved), machine, share, root)
 
 

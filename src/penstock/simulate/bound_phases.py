@@ -11,6 +11,10 @@ decoded for no longer than
 - C, if that is before the turn: it pays as the places before the turn ask for, with w_i throughout;
 - else what there is before the turn, and what C is longer than that after it.
 
+Where a part of training waits for the sample alone, that part of w_i is bounded by the sample's own C in the same way:
+one that ends before the turn, in a group that does not, is decoded before it at `early` times its group's part and all
+of its own.
+
 So machines are paid at least the lesser of the two, less `w * C`; and the sum of `w * C` over groups is bounded by the
 trainer, as in `bound`. This holds at any prices. Hence whatever a search comes to is a bound, and a poor search only a
 low one.
@@ -28,7 +32,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Cost", "Demands", "Supply", "longer_s", "prefilled_tokens"]
+__all__ = ["Cost", "Demands", "Supply", "dealt", "longer_s", "prefilled_tokens"]
 
 SIMPSON = (1 / 6, 4 / 6, 1 / 6)
 TRAPEZOIDS = tuple((0.5 if end in (0, 8) else 1.0) / 8 for end in range(9))
@@ -95,9 +99,12 @@ class Demands:
         remote: Cost,
         reserved: Cost,
         rule: Sequence[float],
+        ahead: float = 0.0,
     ) -> None:
         """`groups`: (tokens of the prompt, tokens of the answer) of each sample; `train_s`: seconds of training on
-        each group; `rule`: weights of points at equal distances in an answer."""
+        each group, of which a share of `ahead` needs no whole one; `rule`: weights of points at equal distances in an
+        answer."""
+        self.ahead = ahead
         self.groups, self.train_s, self.remote, self.reserved, self.rule = groups, train_s, remote, reserved, rule
         once = remote.shared or reserved.shared
         self.prefilled = sum(prefilled_tokens([prompt for prompt, _ in group], once) for group in groups)
@@ -109,12 +116,15 @@ class Demands:
         first, third = math.sqrt(self.remote.base * at.price), math.sqrt(self.reserved.base * at.price)
         saved = (1 - at.early) * at.price * early_s
         total = 0.0
-        for samples, train_s in zip(self._samples, self.train_s):
-            soon, later = 0.0, saved * train_s
-            for tokens, weight, points in samples:
+        for samples in self._samples:
+            soon = later = 0.0
+            for tokens, (own_s, group_s), points in samples:
+                weight = math.sqrt(own_s + group_s)
                 remote, reserved = first * weight, third * weight
                 early_remote, early_reserved = early * remote, early * reserved
-                sum_soon = sum_later = 0.0
+                between = math.sqrt(own_s + at.early * group_s)
+                mid_remote, mid_reserved = first * between, third * between
+                sum_soon = sum_later = sum_mid = 0.0
                 for share, root, own_root in points:
                     mine, other = root + remote, own * own_root + reserved
                     if other < mine:
@@ -126,17 +136,25 @@ class Demands:
                     if after < mine:
                         mine = after
                     sum_later += share * mine * mine
+                    if own_s:
+                        mine, other = root + mid_remote, own * own_root + mid_reserved
+                        if other < mine:
+                            mine = other
+                        sum_mid += share * mine * mine
                 soon += tokens * sum_soon
-                later += tokens * sum_later
+                behind = tokens * sum_later + saved * (own_s + group_s)
+                if own_s:
+                    behind = min(behind, tokens * sum_mid + saved * group_s)
+                later += behind
             total += soon if soon < later else later
         prefill = min(self.remote.prefill * min(1.0, at.late), at.reserved * self.reserved.prefill)
         return total + self.prefilled * prefill
 
     def _rooted(
         self, group: Sequence[tuple[int, int]], train_s: float
-    ) -> list[tuple[int, float, list[tuple[float, float, float]]]]:
-        """Of each sample: tokens, root of its weight, and (share, root of a token's cost remotely, on a reserved
-        machine) at each point. A group's weight is dealt to its samples about as the squares of their sums of roots."""
+    ) -> list[tuple[int, tuple[float, float], list[tuple[float, float, float]]]]:
+        """Of each sample: tokens, its weights as `dealt`, and (share, root of a token's cost remotely, on a reserved
+        machine) at each point."""
         pieces = len(self.rule) - 1
         found = []
         for prompt, tokens in group:
@@ -147,9 +165,25 @@ class Demands:
             )
             sum_of_roots = tokens * sum(share * root for share, root in zip(self.rule, roots))
             found.append((tokens, sum_of_roots, list(zip(self.rule, roots, own_roots))))
-        squares = sum(value * value for _, value, _ in found)
-        scale = math.sqrt(train_s / squares) if squares > 0 else 0.0
-        return [(tokens, scale * value, points) for tokens, value, points in found]
+        weights = dealt(
+            train_s, self.ahead, [prompt + tokens for prompt, tokens in group], [value for _, value, _ in found]
+        )
+        return [(tokens, own, points) for (tokens, _, points), own in zip(found, weights)]
+
+
+def dealt(train_s: float, ahead: float, tokens: Sequence[int], roots: Sequence[float]) -> list[tuple[float, float]]:
+    """What a group's weight of `train_s` comes to for its samples: (for the sample's own end, for the group's).
+
+    A share of `ahead` is each sample's own, by its `tokens`; the rest is dealt as the squares of what their sums of
+    roots are, where the sum of roots is greatest."""
+    total, squares = sum(tokens), sum(value * value for value in roots)
+    return [
+        (
+            ahead * train_s * count / max(1, total),
+            (1 - ahead) * train_s * value * value / squares if squares > 0 else 0.0,
+        )
+        for count, value in zip(tokens, roots)
+    ]
 
 
 def prefilled_tokens(prompts: Sequence[int], once: bool) -> int:

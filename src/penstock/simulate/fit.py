@@ -37,6 +37,8 @@ LIKE = 0.1
 UNEXPLAINED = 0.1
 """Median residual beyond which a fit does not explain its own rows."""
 NEVER_FULL = 1 << 40
+MOST_AHEAD = 0.9
+"""Of training: gradients need whole groups."""
 PREFILL = 3
 """Its place among the unknowns."""
 
@@ -300,9 +302,15 @@ def _training(seen: Observed, train: Mapping[str, Any]) -> Training:
         tokens = metrics["response_tokens"] + metrics["samples"] * prompt_tokens
         per_token.append(metrics["train_s"] / max(1.0, tokens))
         rest_s.append(max(0.0, metrics["step_s"] - metrics["train_s"] - metrics["trainer_wait_s"]))
+    ahead_tokens = sum(metrics.get("ahead_tokens", 0.0) for metrics in seen.steps)
+    ahead_s = sum(metrics.get("ahead_s", 0.0) for metrics in seen.steps)
+    s_per_token = statistics.median(per_token)
+    # What was never done ahead costs nobody a wait that it could spare.
+    ahead = min(MOST_AHEAD, ahead_s / ahead_tokens / s_per_token) if ahead_tokens and s_per_token else 0.0
     rewards = [metrics["reward_s_mean"] for metrics in seen.steps if "reward_s_mean" in metrics]
     return Training(
-        s_per_token=statistics.median(per_token),
+        s_per_token=s_per_token,
+        ahead_share=ahead,
         optimizer_s=statistics.median(rest_s),
         micro_batch_samples=train["min_samples_per_micro_batch"],
         reward_s=statistics.median(rewards) if rewards else 0.0,

@@ -28,7 +28,15 @@ FAMILIES = {"colocated": "#5c677d", "disaggregated": "#8e44ad", "rlboost": "#c12
 """A colour for each strategy and those made of it; none is a machine's."""
 OWN = "#7f5539"
 """Of a user's own policies."""
-DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (5, 2, 1, 2)), (0, (9, 2)), (0, (5, 2, 1, 2, 1, 2)), (0, (3, 4)))
+DASHES: tuple[Any, ...] = (
+    "solid",
+    (0, (5, 2)),
+    (0, (5, 2, 1, 2)),
+    (0, (9, 2)),
+    (0, (5, 2, 1, 2, 1, 2)),
+    (0, (3, 4)),
+    (0, (1, 2)),
+)
 """Of a family's members; dots are for what was asked for."""
 MOST_LANES = 24
 UNITS = (("seconds", 1.0), ("minutes", 60.0), ("hours", 3600.0))

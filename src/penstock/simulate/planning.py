@@ -32,7 +32,14 @@ def plan_step(world: World, fleet: list[Machine]) -> bool:
     if remote is None or reserved is None:
         return False
     training = profile.training
-    timed = Training(world.token_s, training.micro_batch_samples, training.switch_s, training.optimizer_s)
+    timed = Training(
+        world.token_s,
+        training.micro_batch_samples,
+        training.switch_s,
+        training.optimizer_s,
+        world.token_s * training.ahead_share if world.strategy.looks_ahead else 0.0,
+        training.ahead_samples,
+    )
     facts = Facts(balance.lengths.groups, profile.lengths.prompt_tokens, remote, reserved, timed)
     plan = window.plan(facts)
     if not keeps:

@@ -71,6 +71,10 @@ class Training(_Strict):
     switch_s: NotNegative = 0.0
     """From generating to training, and back: weights resharded, memory handed over."""
     micro_batch_samples: Annotated[int, Field(ge=1)] = 32
+    ahead_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of `s_per_token`, passes that need no whole group: old and reference log-probabilities, values."""
+    ahead_samples: Annotated[int, Field(ge=1)] = 1
+    """Where such passes are made ahead, they are of so many samples at least."""
     reward_s: NotNegative = 0.0
     """From a sample's last token to its score, on average; the machines generate meanwhile."""
 

@@ -56,3 +56,5 @@ class Strategy:
     differences: bool = False
     """Machines pull as this package's agents do, what has changed where they hold the version before; False: each
     version whole."""
+    looks_ahead: bool = False
+    """While no group is whole, the trainer makes what passes need none (`Training.ahead_share`)."""

@@ -54,8 +54,12 @@ class Step:
     scored: int = 0
     groups: dict[int, int] = field(default_factory=dict)
     """Members still to come, by prompt."""
-    ready_tokens: list[int] = field(default_factory=list)
-    """Of complete groups that nobody has trained on."""
+    ready_s: list[float] = field(default_factory=list)
+    """Training on each complete group that nobody has trained on."""
+    waiting: dict[int, SimSample] = field(default_factory=dict)
+    """Scored samples of other groups of which no pass was made ahead, by number."""
+    ahead_s: dict[int, float] = field(default_factory=dict)
+    """What was done ahead, by prompt."""
     trained_groups: int = 0
     window_s: float = 0.0
     train_s: float = 0.0
@@ -381,27 +385,53 @@ class World:
     def _scored(self, step: Step, sample: SimSample) -> None:
         step.scored += 1
         step.groups[sample.prompt] -= 1
-        if not step.groups[sample.prompt]:
+        if step.groups[sample.prompt]:
+            step.waiting[sample.number] = sample
+        else:
             per = self.profile.samples_per_prompt
             members = step.samples[sample.prompt * per : (sample.prompt + 1) * per]
-            step.ready_tokens.append(sum(member.prompt_tokens + member.length for member in members))
+            for member in members:
+                step.waiting.pop(member.number, None)
+            step.ready_s.append(self._training_s(members) - step.ahead_s.pop(sample.prompt, 0.0))
         # The last score frees what is left, be it less than a micro-batch.
-        if self.training and not self._busy and step.groups[sample.prompt] == 0:
+        if self.training and not self._busy:
             self._train(step)
 
+    def _training_s(self, samples: list[SimSample]) -> float:
+        """On so many samples, all passes."""
+        return sum(sample.prompt_tokens + sample.length for sample in samples) * self.profile.training.s_per_token
+
     def _train(self, step: Step) -> None:
-        """Begins a micro-batch, where enough is complete."""
+        """Begins a micro-batch, where enough is complete; else what can be done ahead, where that is done."""
         per = self.profile.samples_per_prompt
         whole = step.scored == len(step.samples)
-        enough = len(step.ready_tokens) * per >= self.profile.training.micro_batch_samples
-        if not step.ready_tokens or not (whole or (enough and self.strategy.streaming)):
+        enough = len(step.ready_s) * per >= self.profile.training.micro_batch_samples
+        if not step.ready_s or not (whole or (enough and self.strategy.streaming)):
+            if self.strategy.looks_ahead and self.strategy.streaming:
+                self._look_ahead(step)
             return
-        self._idle_over(step)
         count = -(-self.profile.training.micro_batch_samples // per)
-        tokens, step.ready_tokens = step.ready_tokens[:count], step.ready_tokens[count:]
-        wall_s = sum(tokens) * self.profile.training.s_per_token
+        rows_s, step.ready_s = step.ready_s[:count], step.ready_s[count:]
+        step.trained_groups += len(rows_s)
+        self._compute(step, sum(rows_s))
+
+    def _look_ahead(self, step: Step) -> None:
+        """Begins passes that need no whole group, of the samples that wait longest."""
+        training = self.profile.training
+        if not training.ahead_share or len(step.waiting) < training.ahead_samples:
+            return
+        wall_s = 0.0
+        for number in list(step.waiting)[: training.micro_batch_samples]:
+            sample = step.waiting.pop(number)
+            ahead_s = training.ahead_share * self._training_s([sample])
+            step.ahead_s[sample.prompt] = step.ahead_s.get(sample.prompt, 0.0) + ahead_s
+            wall_s += ahead_s
+        self._compute(step, wall_s)
+
+    def _compute(self, step: Step, wall_s: float) -> None:
+        """The trainer is busy for so long."""
+        self._idle_over(step)
         step.train_s += wall_s
-        step.trained_groups += len(tokens)
         step.trainer_spans.append((self.clock.now, self.clock.now + wall_s))
         self._busy = True
         self.clock.after(wall_s, lambda: self._trainer_free(step))

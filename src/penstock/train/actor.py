@@ -100,6 +100,16 @@ class Actor:
         self._old_from_rollout = False
 
     @property
+    def old_from_rollout(self) -> bool:
+        """Whether the engines' log-probabilities are the old ones in this step."""
+        return self._old_from_rollout
+
+    @property
+    def old_takes_a_pass(self) -> bool:
+        """Whether the step's first weights are others than now, and old log-probabilities theirs."""
+        return not self._old_from_rollout and self._moved and self._snapshot is not None
+
+    @property
     def learned(self) -> list[torch.nn.Parameter]:
         """The parameters that the optimizer moves."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -194,11 +204,9 @@ class Actor:
         return replace(batch, old_logprobs_BT=self._score(model, batch).logprobs_BT)
 
     @torch.no_grad()
-    def kl_to_reference(self, batch: PassBatch) -> Tensor:
-        """float32 [B, T]: each token's KL estimate between the pass's old log-probabilities and the reference's."""
-        assert batch.old_logprobs_BT is not None
-        reference_BT = self._reference_logprobs(batch.to(self.device))
-        return approximate_kl(batch.old_logprobs_BT.to(self.device), reference_BT, self.config.kl_estimator)
+    def reference_logprobs(self, batch: PassBatch) -> Tensor:
+        """float32 [B, T]: of the output tokens by the reference, at the step's temperature."""
+        return self._reference_logprobs(batch.to(self.device))
 
     @torch.no_grad()
     def logprobs(self, batch: PassBatch) -> Tensor:

@@ -1,12 +1,13 @@
 """Complete groups into passes: rewards, KL penalty, values and advantages, then the samples cut by token budget.
 
-Decides what is computed before advantages are, and which samples are learned from. Refuses to know when groups come
-and when the optimizer steps. Shape suffixes: `_B`, B samples of whole groups; `_BT`, the same with their output tokens
-right-padded to T.
+Decides what is computed before advantages are, or ahead of whole groups, and which samples are learned from. Refuses to
+know when groups come and when the optimizer steps. Shape suffixes: `_B`, B samples of whole groups; `_BT`, the same
+with their output tokens right-padded to T.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -20,10 +21,19 @@ from penstock.train.actor import Actor
 from penstock.train.advantages import Outcomes, Valued, get_advantage, has_signal
 from penstock.train.batching import PassBatch, collate_samples, idle_pass, own_tokens, split_passes
 from penstock.train.critic import Critic
+from penstock.train.losses import approximate_kl
 from penstock.train.ranks import Ranks
 from penstock.train.tally import Tally, value_of
 
 __all__ = ["Appraiser"]
+
+
+class _Asked(NamedTuple):
+    """Of a sample: what forward passes tell."""
+
+    old: bool
+    reference: bool
+    values: bool
 
 
 class _Known(NamedTuple):
@@ -79,39 +89,88 @@ class Appraiser:
         """This rank's passes: each has as many, since all have to compute at the same time."""
         return parts[self._ranks.rank :: self._ranks.size]
 
-    def _look(self, samples: Sequence[Sample], watch: Callable[[], None]) -> _Known:
-        """The forward passes that have to come before advantages are known, or before weights move."""
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether anything can be told of samples before their groups are whole."""
+        return any(self._ahead())
+
+    def look(self, samples: Sequence[Sample], watch: Callable[[], None]) -> None:
+        """Makes the passes without a gradient that learning from these samples will need. All ranks tell them what
+        came of it: `old_logprobs`, `reference_logprobs`, `values`."""
+        self._fill(samples, self._ahead(), watch)
+
+    def _ahead(self) -> _Asked:
+        """What takes a pass of its own, now or once the groups are whole."""
+        config, actor = self.config, self._actor
+        old = actor.old_takes_a_pass or (self._before().old and not actor.old_from_rollout)
+        return _Asked(old, config.kl_coef > 0 and not config.reference.workers, self._critic is not None)
+
+    def _before(self) -> _Asked:
+        """What has to be known before advantages are, or before weights move."""
         penalised = self.config.kl_in == "reward" and self.config.kl_coef > 0
-        wants_old = penalised or self.config.epochs > 1
-        if not wants_old and self._critic is None:
+        return _Asked(penalised or self.config.epochs > 1, penalised, self._critic is not None)
+
+    def _look(self, samples: Sequence[Sample], watch: Callable[[], None]) -> _Known:
+        """What passes tell before these samples are learned from; of some of them it may be known already."""
+        before = self._before()
+        asked = _Asked(
+            before.old or any(sample.old_logprobs is not None for sample in samples),
+            before.reference or any(sample.reference_logprobs is not None for sample in samples),
+            before.values,
+        )
+        if not any(asked):
             return _Known(None, None, None)
+        self._fill(samples, asked, watch)
         longest = max(len(sample.token_ids) for sample in samples)
-        old_BT, kl_BT, values_BT = (torch.zeros(len(samples), longest) for _ in range(3))
+        old_BT = _padded([sample.old_logprobs for sample in samples], longest) if asked.old else None
+        kl_BT = None
+        if before.reference:
+            assert old_BT is not None
+            reference_BT = _padded([sample.reference_logprobs for sample in samples], longest)
+            mask_BT = _padded([own_tokens(sample) for sample in samples], longest)
+            kl_BT = approximate_kl(old_BT, reference_BT, self.config.kl_estimator) * mask_BT
+            device = self._actor.device
+            self._actor.sums.add("kl", kl_BT.to(device), mask_BT.to(device))
+        values_BT = _padded([sample.values for sample in samples], longest) if asked.values else None
+        return _Known(old_BT, kl_BT, values_BT)
+
+    def _fill(self, samples: Sequence[Sample], asked: _Asked, watch: Callable[[], None]) -> None:
+        """Tells samples what is asked of them and not known."""
+        alike: dict[_Asked, list[Sample]] = {}
+        for sample in samples:
+            alike.setdefault(_unknown(sample, asked), []).append(sample)
+        for unknown, rows in alike.items():
+            if any(unknown):
+                self._tell(rows, unknown, watch)
+
+    def _tell(self, samples: Sequence[Sample], asked: _Asked, watch: Callable[[], None]) -> None:
+        """Tells samples what is asked of all of them; every rank makes a part of the passes."""
+        longest = max(len(sample.token_ids) for sample in samples)
+        old_BT, reference_BT, values_BT = told = torch.zeros(3, len(samples), longest)
         for part in self._own(self._split(samples)):
             rows = part or [0]
             batch = collate_samples([samples[k] for k in rows]) if part else idle_pass(samples[0])
             mask_BT, width = batch.mask_BT, batch.mask_BT.shape[1]
-            if wants_old:
+            if asked.old:
                 batch = self._actor.with_old_logprobs(batch)
                 assert batch.old_logprobs_BT is not None
                 old_BT[rows, :width] += batch.old_logprobs_BT.cpu() * mask_BT
-            if penalised:
-                kl = self._actor.kl_to_reference(batch)
-                self._actor.sums.add("kl", kl, mask_BT.to(kl.device, torch.float32))
-                kl_BT[rows, :width] += kl.cpu() * mask_BT
-            if self._critic is not None:
+            if asked.reference:
+                reference_BT[rows, :width] += self._actor.reference_logprobs(batch).cpu() * mask_BT
+            if asked.values and self._critic is not None:
                 batch = self._critic.with_values(batch)
                 assert batch.values_BT is not None
                 values_BT[rows, :width] += batch.values_BT.cpu() * mask_BT
             watch()
-        if self._ranks.size > 1:
-            self._ranks.add_up(together := torch.stack([old_BT, kl_BT, values_BT]))
-            old_BT, kl_BT, values_BT = together.unbind()
-        return _Known(
-            old_BT if wants_old else None,
-            kl_BT if penalised else None,
-            values_BT if self._critic is not None else None,
-        )
+        self._ranks.add_up(told)
+        for k, sample in enumerate(samples):
+            old, reference, values = (array("f", row_T[: len(sample.token_ids)].tolist()) for row_T in told[:, k])
+            if asked.old:
+                sample.old_logprobs = old
+            if asked.reference:
+                sample.reference_logprobs = reference
+            if asked.values:
+                sample.values = values
 
     def _outcomes(
         self, samples: Sequence[Sample], group_B: Tensor, known: _Known, baselines: Mapping[int, float]
@@ -154,6 +213,23 @@ def _with(batch: PassBatch, rows: Sequence[int], valued: Valued, known: _Known) 
         values_BT=cut(known.values_BT),
         returns_BT=None if known.values_BT is None else cut(valued.returns_BT),
     )
+
+
+def _unknown(sample: Sample, asked: _Asked) -> _Asked:
+    return _Asked(
+        asked.old and sample.old_logprobs is None,
+        asked.reference and sample.reference_logprobs is None,
+        asked.values and sample.values is None,
+    )
+
+
+def _padded(columns: Sequence[Sequence[float] | None], width: int) -> Tensor:
+    """float32 [B, T]: of each sample a column that is known, 0 behind its end."""
+    padded_BT = torch.zeros(len(columns), width)
+    for row_T, column in zip(padded_BT, columns, strict=True):
+        assert column is not None
+        row_T[: len(column)] = torch.tensor(column, dtype=torch.float32)
+    return padded_BT
 
 
 def _parts(samples: Sequence[Sample]) -> dict[str, Tensor]:

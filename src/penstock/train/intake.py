@@ -58,6 +58,7 @@ class Intake:
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._kept: dict[tuple[int, int], Sample | None] = dict.fromkeys(keep)
+        self._taken_ahead: set[tuple[int, int]] = set()
         self._cancelled = False
         self._arrived = 0
         self._ended = False
@@ -228,15 +229,24 @@ class Intake:
         `watch` is called several times a second while waiting and may raise. Raises the batch's RolloutError,
         whatever scoring raised, or DeadlineExceeded.
         """
+        while True:
+            self.wait(whole, watch)
+            with self._changed:
+                self._check()
+                if (groups := self.packer.take()) is not None:
+                    return groups
+
+    def wait(self, whole: bool = False, watch: Callable[[], None] | None = None, least_ahead: int = 0) -> None:
+        """Until `take` returns at once or, above 0, `take_ahead` has at least so many samples. Raises as `take`."""
         began = self._begin_wait()
         try:
             while True:
                 with self._changed:
-                    if not self._ready(whole):
+                    if not self._ready(whole, least_ahead):
                         self._changed.wait(_SLICE_S)
                     self._check()
-                    if self._ready(whole) and (groups := self.packer.take()) is not None:
-                        return groups
+                    if self._ready(whole, least_ahead):
+                        return
                 if watch is not None:
                     watch()
         finally:
@@ -244,6 +254,19 @@ class Intake:
             self.waited_s += now - began
             if self.dialogues is None and self._arrived == self.samples_expected:
                 self.scoring_waited_s += max(0.0, now - max(began, self.last_arrival))
+
+    def take_ahead(self, most_tokens: int) -> list[Sample]:
+        """Scored samples of groups that are not whole yet, the first that came first, of so many tokens at most but at
+        least one; each is given out once. For passes that need no whole group."""
+        with self._changed:
+            taken: list[Sample] = []
+            for sample in self._open_samples():
+                most_tokens -= len(sample.prompt.token_ids) + len(sample.token_ids)
+                if taken and most_tokens < 0:
+                    break
+                taken.append(sample)
+            self._taken_ahead.update((sample.id.prompt, sample.id.replica) for sample in taken)
+            return taken
 
     def wait_ended(self, watch: Callable[[], None] | None = None) -> None:
         """Waits for the manager's last word on the batch, which comes behind its last samples. Raises as `take`."""
@@ -258,10 +281,10 @@ class Intake:
             if watch is not None:
                 watch()
 
-    def ready(self, whole: bool = False) -> bool:
-        """Whether `take` would return, or raise, at once."""
+    def ready(self, whole: bool = False, least_ahead: int = 0) -> bool:
+        """Whether `wait` would return, or raise, at once."""
         with self._changed:
-            return self._ready(whole)
+            return self._ready(whole, least_ahead)
 
     def watched(self, watch: Callable[[], None] | None = None) -> Callable[[], None]:
         """To be called while the main thread waits for something else on this batch's account; raises as `take`."""
@@ -307,8 +330,14 @@ class Intake:
         with self._changed:
             return dict(self.packer.unscored_samples)
 
-    def _ready(self, whole: bool) -> bool:
-        return self._failure is not None or (self.packer.all_complete if whole else self.packer.takeable)
+    def _ready(self, whole: bool, least_ahead: int = 0) -> bool:
+        if self._failure is not None or (self.packer.all_complete if whole else self.packer.takeable):
+            return True
+        return 0 < least_ahead <= len(self._open_samples())
+
+    def _open_samples(self) -> list[Sample]:
+        taken = self._taken_ahead
+        return [sample for sample in self.packer.open_samples if (sample.id.prompt, sample.id.replica) not in taken]
 
     def _begin_wait(self) -> float:
         """Now. Silence counts from here at the earliest: while the main thread trained, nobody was kept waiting."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from penstock.config.run import RunConfig
-from penstock.sample import Group
+from penstock.sample import Group, Sample
 from penstock.train.actor import Actor, NamedTensor
 from penstock.train.appraisal import Appraiser
 from penstock.train.batching import PassBatch
@@ -25,7 +25,7 @@ from penstock.train.checkpoint import SAVE_S, Checkpoints, Position
 from penstock.train.critic import Critic
 from penstock.train.flops import ModelSize, learning_flops
 from penstock.train.mini_batch import OptimizerStep
-from penstock.train.ranks import BeginStep, Collect, End, Learn, Ranks, Save, Start, pack, unpack
+from penstock.train.ranks import BeginStep, Collect, End, Learn, Look, Ranks, Save, Start, pack, unpack
 from penstock.train.stages import Stages
 from penstock.train.tally import Tally
 from penstock.train.writing import Writing, stage
@@ -68,15 +68,32 @@ class Learner:
         self._writing: Writing | None = None
         self._kept: list[PassBatch] = []
         """Passes of the mini-batch under way, where there are further epochs."""
+        self._ahead: list[Sample] = []
+        """Looked at since the optimizers stepped last."""
 
     def begin_step(self, step: int) -> None:
         with self._together():
             self.ranks.tell(BeginStep(step, self.actor.kl_coef))
             self._step = step
-            self._kept = []
+            self._kept, self._ahead = [], []
             self.actor.begin_step(self.config.rollout.sampling.temperature)
             if self.critic is not None:
                 self.critic.begin_step()
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether samples can be looked at before their groups are whole: what is learned from them needs passes of
+        its own."""
+        return self.config.train.look_ahead and self._appraiser.looks_ahead
+
+    def look(self, samples: Sequence[Sample], watch: Callable[[], None] = lambda: None) -> None:
+        """The passes without a gradient that learning from these samples will need; their groups are not whole."""
+        with self._together():
+            if self.ranks.size > 1:
+                self.ranks.tell(Look(pack(_in_groups(samples))))
+            with self.stages("look_ahead"):
+                self._appraiser.look(samples, watch)
+            self._ahead += samples
 
     def learn(
         self,
@@ -199,11 +216,24 @@ class Learner:
                 critic = None if self.critic is None else self.critic.optimizer_step(position)
             done.append(Steps(actor, critic))
         self._kept = []
+        for sample in self._ahead:
+            # The critic is another one now. Old and reference log-probabilities are of weights that stay.
+            sample.values = None
+        self._ahead = []
         return done
 
     @property
     def _actor_learns(self) -> bool:
         return self.critic is None or self._step >= self.config.train.critic.alone_steps
+
+
+def _in_groups(samples: Sequence[Sample]) -> list[Group]:
+    """Samples by prompt, as they are sent; a group is what has come of it."""
+    groups: dict[int, Group] = {}
+    for sample in samples:
+        group = groups.setdefault(sample.id.prompt, Group(sample.id.batch, sample.prompt, []))
+        group.samples.append(sample)
+    return list(groups.values())
 
 
 class Follower:
@@ -222,6 +252,8 @@ class Follower:
                     learner.begin_step(step)
                 case Learn(groups=groups, baselines=baselines, mini_batch=mini_batch):
                     learner.learn(unpack(groups), Tally(0), baselines, None if mini_batch < 0 else mini_batch)
+                case Look(groups=groups):
+                    learner.look([sample for group in unpack(groups) for sample in group.samples])
                 case Collect(what="weights"):
                     for _ in learner.weights():
                         pass

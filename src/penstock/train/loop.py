@@ -173,7 +173,7 @@ class Trainer:
         self.version += 1
         self._worked_through, self._at_boundary = False, True
         self.publish()
-        self._turns.ended(intake, tally.train_s, evaluation.waited_s if evaluation else 0.0)
+        self._turns.ended(intake, tally.train_s, evaluation.waited_s if evaluation else 0.0, tally.ahead_token_s)
         self._saving.poll()
         self._measured_at = self._clock()
         metrics = self._metrics(intake, tally, evaluation, self._measured_at - began)
@@ -193,7 +193,7 @@ class Trainer:
         while not intake.done:
             scoring_s = intake.scoring_waited_s
             with self.learner.stages("rollout_wait"):
-                groups = self._turns.take(intake, whole=not self.config.train.streaming)
+                groups = self._next_groups(intake, tally)
             self.learner.stages.move("rollout_wait", "scoring_wait", intake.scoring_waited_s - scoring_s)
             began = self._clock()
             if greedy is not None:
@@ -209,6 +209,17 @@ class Trainer:
             self._note_optimizer_steps(steps, tally)
             self._groups_learned_from += len(groups)
             tally.train_s += self._clock() - began
+
+    def _next_groups(self, intake: Intake, tally: Tally) -> list[Group]:
+        """Waits for complete groups. What came of others is looked at ahead meanwhile, a pass a rank at a time."""
+        ranks, train = self.learner.ranks.size, self.config.train
+        least_ahead = ranks if train.streaming and self.learner.looks_ahead else 0
+        while (groups := self._turns.take(intake, not train.streaming, least_ahead)) is None:
+            began = self._clock()
+            samples = intake.take_ahead(ranks * train.tokens_per_micro_batch)
+            self.learner.look(samples, intake.watched(self.ports.watch))
+            tally.looked(samples, self._clock() - began)
+        return groups
 
     def _greedy_rewards(self, intake: Intake | None) -> dict[int, float] | None:
         """Waits for the greedy answers that rewards are compared with; their rewards by prompt."""

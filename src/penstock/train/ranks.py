@@ -19,7 +19,20 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.sample import Finish, Group, Prompt, Sample, SampleId, Score, VersionSpan
 
-__all__ = ["BeginStep", "Collect", "End", "Learn", "Order", "PackedGroup", "Ranks", "Save", "Start", "pack", "unpack"]
+__all__ = [
+    "BeginStep",
+    "Collect",
+    "End",
+    "Learn",
+    "Look",
+    "Order",
+    "PackedGroup",
+    "Ranks",
+    "Save",
+    "Start",
+    "pack",
+    "unpack",
+]
 
 PATIENCE = datetime.timedelta(hours=12)
 """For the next order: as long as a step's rollouts may take. A leader that dies closes its sockets, which is noticed at
@@ -39,6 +52,10 @@ class PackedSample(msgspec.Struct, array_like=True, frozen=True):
     learned: bytes | None = None
     """int8; None: every token is the model's own."""
     reference_logprobs: bytes | None = None
+    """float32."""
+    old_logprobs: bytes | None = None
+    """float32."""
+    values: bytes | None = None
     """float32."""
 
 
@@ -70,6 +87,12 @@ class Learn(msgspec.Struct, tag=True, frozen=True):
     """The one that ends with these groups, or -1."""
 
 
+class Look(msgspec.Struct, tag=True, frozen=True):
+    """Passes that need no whole group, over samples of groups that are not whole."""
+
+    groups: list[PackedGroup]
+
+
 class Collect(msgspec.Struct, tag=True, frozen=True):
     """Every rank gives its part of `what`: weights or metrics."""
 
@@ -86,7 +109,7 @@ class End(msgspec.Struct, tag=True, frozen=True):
     """The run is over."""
 
 
-Order = Start | BeginStep | Learn | Collect | Save | End
+Order = Start | BeginStep | Learn | Look | Collect | Save | End
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
@@ -205,7 +228,9 @@ def _pack_sample(sample: Sample) -> PackedSample:
         sample.score.value,
         dict(sample.score.parts),
         None if sample.learned is None else sample.learned.tobytes(),
-        None if sample.reference_logprobs is None else sample.reference_logprobs.tobytes(),
+        _bytes(sample.reference_logprobs),
+        _bytes(sample.old_logprobs),
+        _bytes(sample.values),
     )
 
 
@@ -230,7 +255,13 @@ def _unpack_sample(batch: str, prompt: Prompt, sample: PackedSample) -> Sample:
         score=Score(sample.value, sample.parts),
         learned=None if sample.learned is None else _column("b", sample.learned),
         reference_logprobs=None if sample.reference_logprobs is None else _column("f", sample.reference_logprobs),
+        old_logprobs=None if sample.old_logprobs is None else _column("f", sample.old_logprobs),
+        values=None if sample.values is None else _column("f", sample.values),
     )
+
+
+def _bytes(column: array[float] | None) -> bytes | None:
+    return None if column is None else column.tobytes()
 
 
 def _column(code: str, data: bytes) -> Any:

@@ -11,7 +11,7 @@ from penstock.sample import Group, Sample, Score
 
 __all__ = ["LEARNING", "STAGES", "Tally", "length_metrics", "speed_metrics", "stage_metrics", "value_of"]
 
-LEARNING = ("advantages", "forward_backward", "optimizer")
+LEARNING = ("look_ahead", "advantages", "forward_backward", "optimizer")
 """Stages in which the trainer's own devices compute."""
 STAGES = ("rollout_wait", "scoring_wait", *LEARNING, "publish", "checkpoint", "evaluation")
 
@@ -34,6 +34,10 @@ class Tally:
         self.passes = 0
         self.optimizer_steps = 0
         self.train_s = 0.0
+        self.ahead_s = 0.0
+        """Of that, for samples whose groups were not whole."""
+        self.ahead_tokens = 0
+        """Of these samples, prompts included."""
         self.lr = 0.0
         self.grad_norms: list[float] = []
         self.critic_grad_norms: list[float] = []
@@ -51,6 +55,16 @@ class Tally:
                     self._lags += (self._version - span.version) * (span.end - span.start)
                     self._lag_tokens += span.end - span.start
 
+    def looked(self, samples: Sequence[Sample], wall_s: float) -> None:
+        """Passes were made ahead of these samples' groups."""
+        self.train_s += wall_s
+        self.ahead_s += wall_s
+        self.ahead_tokens += sum(len(sample.prompt.token_ids) + len(sample.token_ids) for sample in samples)
+
+    @property
+    def ahead_token_s(self) -> float:
+        return self.ahead_s / max(1, self.ahead_tokens)
+
     def _take_parts(self, sample: Sample) -> None:
         assert isinstance(sample.score, Score), sample.id
         for name, value in sample.score.parts.items():
@@ -66,6 +80,8 @@ class Tally:
             "passes": float(self.passes),
             "optimizer_steps": float(self.optimizer_steps),
             "train_s": self.train_s,
+            "ahead_s": self.ahead_s,
+            "ahead_tokens": float(self.ahead_tokens),
             "lr": self.lr,
             "staleness": self._lags / max(1, self._lag_tokens),
         }

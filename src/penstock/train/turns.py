@@ -32,6 +32,7 @@ class Turns:
         """The engines generated for so long in the present step, as far as is known."""
         self._length_s = float(window) if isinstance(window, int | float) else -1.0
         self._micro_batch_samples = config.train.min_samples_per_micro_batch
+        self._ahead_samples = 1
         self._samples_per_prompt = config.rollout.samples_per_prompt
         self._call_s = CALL_S + config.manager.reconnect_s
         self._ports = ports
@@ -48,29 +49,32 @@ class Turns:
         self._prompt_tokens = self._samples_per_prompt * sum(len(prompt.token_ids) for prompt in prompts)
         self._say("begins")
 
-    def take(self, intake: Intake, whole: bool) -> list[Group]:
+    def take(self, intake: Intake, whole: bool, least_ahead: int = 0) -> list[Group] | None:
         """The next complete groups, once the devices are the trainer's; raises as `Intake.take` does.
 
-        While it waits for groups it gives the devices back. `Intake.waited_s` leaves out the time in which the engines
-        generated: the devices were at work.
+        None where there are none, and above 0 so many samples that can be looked at ahead. While it waits it gives the
+        devices back. `Intake.waited_s` leaves out the time in which the engines generated: the devices were at work.
         """
-        if self.enabled and self._has and not intake.ready(whole):
+        if self.enabled and self._has and not intake.ready(whole, least_ahead):
             self._has = False
             self._say("waits")
-        groups = intake.take(whole=whole, watch=self._ports.watch)
+        self._ahead_samples = max(1, least_ahead)
+        intake.wait(whole, self._ports.watch, least_ahead)
         if self.enabled and not self._has:
             self._acquire(intake)
-        return groups
+        return intake.take(whole, self._ports.watch) if not least_ahead or intake.ready(whole) else None
 
     def trained(self) -> None:
         """All of the step is trained on, and its optimizer has stepped."""
         self._trained_at, self._has = self._clock(), False
         self._say("trained")
 
-    def ended(self, intake: Intake, train_s: float, waited_s: float) -> None:
-        """The next weights are on their way. `waited_s`: for an evaluation, since the step was trained on."""
+    def ended(self, intake: Intake, train_s: float, waited_s: float, ahead_token_s: float = 0.0) -> None:
+        """The next weights are on their way. `waited_s`: for an evaluation, since the step was trained on.
+        `ahead_token_s`: passes that needed no whole group took so long for each of their tokens; 0: there were none."""
         rest_s = max(0.0, self._clock() - self._trained_at - waited_s)
-        self._say("ended", tokens=intake.tokens + self._prompt_tokens, train_s=train_s, rest_s=rest_s)
+        tokens = intake.tokens + self._prompt_tokens
+        self._say("ended", tokens=tokens, train_s=train_s, rest_s=rest_s, ahead_token_s=ahead_token_s)
 
     def metrics(self) -> dict[str, float]:
         return {"window_s": self.window_s} if self.enabled else {}
@@ -88,13 +92,17 @@ class Turns:
         intake.waited_s = max(0.0, waited_s - (window_s - self.window_s))
         self.window_s = window_s
 
-    def _say(self, state: str, *, tokens: int = 0, train_s: float = 0.0, rest_s: float = 0.0) -> None:
+    def _say(
+        self, state: str, *, tokens: int = 0, train_s: float = 0.0, rest_s: float = 0.0, ahead_token_s: float = 0.0
+    ) -> None:
         if self.enabled:
-            turn = self._turn(state, tokens=tokens, train_s=train_s, rest_s=rest_s)
+            turn = self._turn(state, tokens=tokens, train_s=train_s, rest_s=rest_s, ahead_token_s=ahead_token_s)
             what = f"telling the manager that {self._batch} {state}"
             self._ports.edge.run(self._ports.rollout.take_turn(turn), what, self._call_s, self._ports.watch)
 
-    def _turn(self, state: str, *, tokens: int = 0, train_s: float = 0.0, rest_s: float = 0.0) -> TrainerTurn:
+    def _turn(
+        self, state: str, *, tokens: int = 0, train_s: float = 0.0, rest_s: float = 0.0, ahead_token_s: float = 0.0
+    ) -> TrainerTurn:
         return TrainerTurn(
             number=0,
             batch=self._batch,
@@ -105,4 +113,6 @@ class Turns:
             tokens=tokens,
             train_s=train_s,
             rest_s=rest_s,
+            ahead_token_s=ahead_token_s,
+            ahead_samples=self._ahead_samples,
         )

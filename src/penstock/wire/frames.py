@@ -271,6 +271,11 @@ class TrainerTurn(_Frame, tag="trainer_turn"):
     """With "ended": the passes and optimizer steps took."""
     rest_s: float = 0.0
     """With "ended": from the last optimizer step until the next weights were published."""
+    ahead_token_s: float = 0.0
+    """With "ended": passes over samples whose groups were not whole took so long for each of their tokens. 0: there
+    were none in this step."""
+    ahead_samples: int = 1
+    """Such passes are made of so many samples at least."""
 
 
 # ---- manager -> trainer
