@@ -198,6 +198,27 @@ def test_the_bound_counts_training_after_the_first_micro_batch(machines: int) ->
     assert bound_s >= longest[1] * profile.spot.step_base_s + train_s + profile.training.optimizer_s
 
 
+def test_what_is_there_later_is_trained_on_later_however_many_machines_there_are() -> None:
+    """Two groups of two: 10 and 20 tokens, 30 and 400; a token takes 0.01 s alone, and 0.01 s to train on."""
+    machine = MACHINE.model_copy(update={"sequence_s": 0.0, "context_s": 0.0, "prefill_s_per_token": 0.0})
+    lengths = (10, 20, 30, 400)
+    samples = [SimSample(k, k // 2, 0, length) for k, length in enumerate(lengths)]
+
+    def bound_s(ahead: float, least: int = 1, micro_batch: int = 2) -> float:
+        training = Training(s_per_token=0.01, micro_batch_samples=micro_batch, ahead_share=ahead, ahead_samples=least)
+        profile = small_profile(
+            prompts=2, samples_per_prompt=2, spot=machine, reserved=machine, reserved_instances=0, training=training
+        )
+        return lower_bound_s(profile, samples, 0.0, [(0.0, 1e9)] * 1000)
+
+    # Whole groups at 0.2 and 4 s: what is trained on the second one comes behind that.
+    assert bound_s(0.0) == pytest.approx(4.0 + 4.3)
+    assert bound_s(0.0, micro_batch=4) == pytest.approx(4.0 + 4.6)
+    # Half of it as samples come, the one of 30 tokens at 0.3 s.
+    assert bound_s(0.5) == bound_s(0.5, least=2) == pytest.approx(4.0 + 4.3 - 0.15)
+    assert bound_s(0.5, least=4, micro_batch=4) == pytest.approx(4.0 + 4.6)
+
+
 def test_a_step_without_remote_machines_takes_generating_and_training() -> None:
     profile = small_profile(reserved_instances=1, training=Training(s_per_token=4e-4, micro_batch_samples=8))
     samples = step_samples(profile, 0, 0)

@@ -100,18 +100,13 @@ class _Step:
         self.behind = 1 - training.ahead_share
         self.last_s = self.behind * sum(sorted(self.train_s)[:last]) + training.reward_s
         """Between the last token that can be of use and the end of training: the last micro-batch."""
-        self.alone_s, self.first_s, self.soonest_s = self._alone(together)
+        self.alone_s = self._alone(together)
+        """Without regard to how many machines there are."""
         self.demands = list(self._demands())
 
     def least_s(self, begins_s: float) -> float:
-        """Without regard to how many machines there are, the first of which begins at `begins_s`.
-
-        - The longest answer alone on a machine, then training on its group.
-        - Training on everything, once a first sample is there; all but what can be done ahead, once the groups of a
-          first micro-batch are.
-        """
-        least_s = max(self.alone_s, self.first_s + self.behind * self.all_s, self.soonest_s + self.all_s)
-        return begins_s + least_s + self.training.reward_s + self.training.optimizer_s
+        """Without regard to how many machines there are, the first of which begins at `begins_s`."""
+        return begins_s + self.alone_s + self.training.reward_s + self.training.optimizer_s
 
     def possible(self, step_s: float, begins_s: float, remote_s: Callable[[float], float]) -> bool:
         """Whether no prices forbid a step of so many seconds.
@@ -171,15 +166,19 @@ class _Step:
         whole = Demands(groups, self.train_s, *hardest.kinds, TRAPEZOIDS, self.ahead)
         return longer_s(coarse, whole, supply, low_s, price, hardest.reserved)
 
-    def _alone(self, together: int) -> tuple[float, float, float]:
-        """(longest answer alone and its group trained, first micro-batch's groups complete, first sample complete)."""
+    def _alone(self, together: int) -> float:
+        """Every answer alone on a machine: the longest one, then training on its group; and from any moment on,
+        training on all that was not there before it. Groups are trained on once there are so many `together`."""
         every = [*_remote_kinds(self.profile), self.profile.reserved]
         kinds = [_fastest(_remote_kinds(self.profile)), _fastest([self.profile.reserved])]
         if any(kind.shared_prompts for kind in every):
             # Who moves to where a sibling runs has its prompt there already, and has paid for it on the other kind.
             kinds = [replace(kind, prefill=min(kind.prefill for kind in kinds)) for kind in kinds]
-        alone = [
-            [
+        samples: list[tuple[float, float]] = []
+        """(when it is there, what can be done of it ahead)."""
+        groups: list[tuple[float, float]] = []
+        for group, train_s in zip(self.groups, self.train_s):
+            alone = [
                 min(
                     sample.prompt_tokens * kind.prefill
                     + sample.length
@@ -188,12 +187,24 @@ class _Step:
                 )
                 for sample in group
             ]
-            for group in self.groups
-        ]
-        complete = [max(row) for row in alone]
-        longest = max(there + self.behind * train for there, train in zip(complete, self.train_s))
-        first = sorted(complete)[min(together, len(complete)) - 1]
-        return longest, first, min(map(min, alone)) if self.ahead else first
+            tokens = [sample.prompt_tokens + sample.length for sample in group]
+            samples += zip(alone, [self.ahead * train_s * count / sum(tokens) for count in tokens])
+            groups.append((max(alone), self.behind * train_s))
+        longest = max(there + behind_s for there, behind_s in groups)
+        samples.sort()
+        groups.sort()
+        # A first micro-batch, or as many samples as are looked at together, is there when the last of it is.
+        least = min(self.training.ahead_samples, together * self.profile.samples_per_prompt, len(samples))
+        least_there, groups_there = samples[least - 1][0], groups[min(together, len(groups)) - 1][0]
+        work = sorted(
+            [(max(there, least_there), ahead_s) for there, ahead_s in samples]
+            + [(max(there, groups_there), behind_s) for there, behind_s in groups]
+        )
+        left_s = self.all_s
+        for there, work_s in work:
+            longest = max(longest, there + left_s)
+            left_s -= work_s
+        return longest
 
     def _demands(self) -> Iterator[_Demand]:
         longest = max(sample.prompt_tokens + sample.length for group in self.groups for sample in group)
