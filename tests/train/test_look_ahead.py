@@ -57,6 +57,7 @@ def test_each_sample_is_looked_at_once_and_time_ahead_is_time_trained(
     look = Learner.look
 
     def noted(self: Learner, samples: list[Sample], *rest: Any) -> None:
+        assert len(samples) >= 2, "a quarter of a micro-batch's eight"
         looked.extend(samples)
         look(self, samples, *rest)
 
