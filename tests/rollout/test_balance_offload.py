@@ -18,6 +18,7 @@ from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
 from penstock.rollout.offload import Facts, FixedWindow, Offload, Predictor, StepTimes, WindowView, as_long_as, thinned
 from penstock.rollout.plan import best_plan, search
 from penstock.rollout.step_replay import ONE_BY_ONE, Engine, Limits, Training, replay
+from penstock.rollout.step_times import StepAccount
 
 SPEED = Speed(0.01, 1e-4, 1e-6, 1e-5)
 GROUPS = [[100 + 37 * (k * 4 + r) % 500 for r in range(4)] for k in range(32)]
@@ -370,17 +371,33 @@ def test_a_step_with_a_loss_says_nothing_about_the_plan() -> None:
     assert offload.corrections == {}
 
 
-@pytest.mark.parametrize("fleet", [1.6, 2.4, 2.15, 2.85])
-def test_a_step_into_which_machines_came_says_nothing_about_the_plan_of_the_nearest_number(fleet: float) -> None:
+@pytest.mark.parametrize(("fleet", "off"), [(1.6, 0.4), (2.4, 0.4), (2.85, 0.15001), (3.0, 1.0)])
+def test_a_step_into_which_machines_came_says_nothing_about_the_nearest_number(fleet: float, off: float) -> None:
     offload = Offload()
     for remote in (2, 3):
         offload.plan(facts(remote))
     # They waited for the weights, and had little to do: so would the whole number not have.
-    offload.ended(times(fleet=fleet, remote_wait_s=50.0))
+    offload.ended(times(fleet=fleet, fleet_off=off, remote_wait_s=50.0))
     assert offload.corrections == {}
     assert offload.learned is None
-    offload.ended(times(fleet=2.95, remote_wait_s=50.0))
+    offload.ended(times(fleet=2.95, fleet_off=0.05, remote_wait_s=50.0))
     assert offload.correction(3) < 0, "one that came in a step's first moments"
+
+
+def test_without_plans_such_a_step_counts_only_while_there_is_no_other() -> None:
+    offload = Offload()
+    offload.ended(times(fleet=1.6, fleet_off=0.4, window_s=20.0, trainer_wait_s=8.0))
+    assert offload.length_s(2) == pytest.approx(24.0)
+    offload.ended(times(fleet=1.6, fleet_off=0.4, remote_wait_s=50.0))
+    assert offload.length_s(2) == pytest.approx(24.0)
+
+
+def test_how_far_a_fleet_was_off_its_rounded_mean_is_by_time() -> None:
+    account = StepAccount(0.0, 0.0)
+    for now, fleet in ((4.0, 2), (10.0, 4)):
+        account.pass_time(now, window=False, training=True, waiting=False, fleet=fleet, idle=(), busy=fleet)
+    found = account.times(5.0)
+    assert (found.fleet, found.fleet_off) == (pytest.approx(3.2), pytest.approx(1.0))
 
 
 def config(**changes: float) -> FleetSizeConfig:

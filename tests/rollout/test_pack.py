@@ -108,17 +108,17 @@ def test_a_group_can_be_kept_without_its_unscored_member() -> None:
     assert not packer.dropped_groups
 
 
-@pytest.mark.parametrize(("policy", "left"), [("drop_group", 1), ("drop_sample", 2)])
-def test_samples_of_groups_that_are_not_whole_are_shown_unless_their_group_is_lost(policy: str, left: int) -> None:
-    packer = Packer(3, 3, 3, 1, unscored=policy)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("policy", "lost"), [("drop_group", {2, 3}), ("drop_sample", {3})])
+def test_a_group_is_lost_once_it_is_known_to_be_dropped(policy: str, lost: set[int]) -> None:
+    packer = Packer(4, 3, 4, 1, unscored=policy)  # type: ignore[arg-type]
     fill(packer, 0)
     packer.add(sample(1, 0))
     packer.add(sample(2, 0))
     packer.fail(2, 1, "lost")
-    assert {one.id.prompt for one in packer.open_samples} == ({1} if left == 1 else {1, 2})
-    packer.add(sample(1, 1))
-    packer.add(sample(1, 2))
-    assert len(packer.open_samples) == left - 1, "whole groups are taken"
+    fill(packer, 3, unscored=(0, 1, 2))
+    assert {prompt for prompt in range(4) if packer.lost(prompt)} == lost
+    packer.add(sample(2, 2))
+    assert packer.lost(2) == (policy == "drop_group"), "it is whole now"
 
 
 def test_a_group_whose_every_member_failed_is_dropped_under_either_policy() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,10 +184,17 @@ def test_ranks_get_nearly_the_same_number_of_tokens() -> None:
 
 def test_groups_cross_as_they_are() -> None:
     sent = rank_scenes.groups()
+    known = sent[0].samples[0]
+    known.old_logprobs, known.reference_logprobs, known.values = (
+        array("f", [number - k for k in range(len(known.token_ids))]) for number in (-1.0, -2.0, -3.0)
+    )
     for before, after in zip(sent, unpack(pack(sent)), strict=True):
         assert list(after.prompt.token_ids) == list(before.prompt.token_ids)
         assert [(s.id, s.token_ids, s.logprobs, s.score) for s in after.samples] == [
             (s.id, s.token_ids, s.logprobs, s.score) for s in before.samples
+        ]
+        assert [(s.old_logprobs, s.reference_logprobs, s.values) for s in after.samples] == [
+            (s.old_logprobs, s.reference_logprobs, s.values) for s in before.samples
         ]
 
 

@@ -39,6 +39,11 @@ class LoraConfig(Section):
     """Names of the layers that get one, e.g. q_proj; by default all linear ones but the head."""
 
 
+def samples_ahead(min_samples_per_micro_batch: int) -> int:
+    """A quarter of a micro-batch: fewer would pass one by one, and keep a group that comes meanwhile as long."""
+    return -(-min_samples_per_micro_batch // 4)
+
+
 class TrainConfig(Section):
     steps: int = Field(default=100, ge=1)
     lr: float = Field(default=1e-6, gt=0)
@@ -137,6 +142,11 @@ class TrainConfig(Section):
     checkpoint_timeout_s: float = Field(default=1800, gt=0)
     """A checkpoint is written while the run goes on. The next one, and the run's end, wait for it so long since it
     began; then it counts as failed."""
+
+    @property
+    def samples_ahead(self) -> int:
+        """Samples that a look ahead is at, at least."""
+        return samples_ahead(self.min_samples_per_micro_batch)
 
     @field_validator("advantage")
     @classmethod

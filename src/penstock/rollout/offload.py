@@ -37,9 +37,9 @@ REMOTE_COUNTS = 0.25
 """A second that remote instances wait more than planned, against one of the trainer's: they are the cheaper ones."""
 MOST_CORRECTION = 0.2
 """Of the training time: more than that is not an error of the plan but a change of the fleet within the step."""
-SAME = 0.1
-"""Of an instance, by which a step's mean fleet may be off a whole number: a step in which more of one came or went was
-another fleet's, and its waits say nothing about that number's plan."""
+STEADY = 0.05
+"""Of its instances, by which a step's fleet may be off its rounded mean, on the mean over time: a step in which more
+came or went was several fleets', and its waits say nothing about that number."""
 NEAR = 0.25
 """About a planned window's end, as a share of it, what is finished decides as much as time: behind the plan, the
 trainer would starve; ahead of it, it could train."""
@@ -121,6 +121,8 @@ class StepTimes:
     remote_busy_s: float = 0.0
     """Instance-seconds of remote generating."""
     preemptions: int = 0
+    fleet_off: float = 0.0
+    """Remote instances by which the fleet was off its rounded mean, up or down, mean over the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,10 +266,10 @@ class Offload:
         if fleet == 0 or times.preemptions:
             # A machine lost within the step says nothing about the plan.
             return
+        if times.fleet_off > STEADY * fleet and (plan is not None or self.seconds):
+            return
         if plan is None and (self.plans or not (times.remote_busy_s or times.remote_wait_s)):
             # Between two sizes: machines came within the step. Or none of them had the version before it was over.
-            return
-        if plan is not None and abs(times.fleet - fleet) > SAME:
             return
         if plan is None:
             before_s = self.window_s(fleet) if self.seconds else times.window_s

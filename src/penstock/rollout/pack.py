@@ -84,6 +84,7 @@ class Packer:
         """Groups dropped whole, by the commonest cause among their missing members."""
         self._open: dict[int, _OpenGroup] = {}
         self._closed: set[int] = set()
+        self._dropped: set[int] = set()
         # Completed groups in order of completion, not yet taken; None stands for a dropped one.
         self._ready: deque[Group | None] = deque()
         self._groups_taken = 0
@@ -160,11 +161,12 @@ class Packer:
         """Whether every group has been taken or dropped, the last optimizer boundary included."""
         return self._groups_taken == self.groups_expected
 
-    @property
-    def open_samples(self) -> list[Sample]:
-        """Scored samples of groups that are not whole yet and will be learned from, as far as is known."""
-        groups = (group for group in self._open.values() if not (group.missing and self.unscored == "drop_group"))
-        return [sample for group in groups for sample in group.samples]
+    def lost(self, prompt: int) -> bool:
+        """Whether nothing will be learned from a prompt's group: it was dropped, or will be, as far as is known."""
+        group = self._open.get(prompt)
+        if group is None:
+            return prompt in self._dropped
+        return bool(group.missing) and self.unscored == "drop_group"
 
     @property
     def groups_complete(self) -> int:
@@ -202,6 +204,7 @@ class Packer:
         if drop or group.prompt is None:
             self.dropped_groups[group.missing.most_common(1)[0][0]] += 1
             self._ready.append(None)
+            self._dropped.add(prompt)
             return
         group.samples.sort(key=_replica)
         self._ready.append(Group(group.batch, group.prompt, group.samples, dict(group.missing)))

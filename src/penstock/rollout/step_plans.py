@@ -138,8 +138,9 @@ class StepPlans:
         self.answers.begin()
 
     def drop(self) -> None:
-        """Nobody waits for a plan any more."""
+        """Nobody waits for a plan any more; another trainer may do nothing ahead."""
         self._thought = None
+        self.ahead_token_s, self.ahead_samples = 0.0, 1
 
     def plan(self, policy: Offload, elapsed_s: float, remote: list[Instance], reserved: list[Instance]) -> None:
         """Begins a plan of the open step on these machines, unless there is one or it is being made."""

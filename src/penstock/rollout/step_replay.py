@@ -342,7 +342,7 @@ def _trained(
 def _trained_ahead(
     ended: Sequence[tuple[float, int, float]], missing: list[int], training: Training, window_s: float
 ) -> tuple[float, float]:
-    """The same where a part is done ahead: while too few groups are whole, of samples of others, oldest first.
+    """The same where a part is done ahead: while too few groups are whole, of samples that are there, oldest first.
 
     `ended`: (time, group, prompt and full length) of each sample as it ends; `missing`: samples of each group.
     """
@@ -350,8 +350,9 @@ def _trained_ahead(
     clock = window_s + (training.switch_s if window_s > 0 else 0.0)
     wait_s, left, at = 0.0, len(missing), 0
     whole: deque[int] = deque()
-    costs_s, behind = [0.0] * left, [0] * left
+    costs_s, undone = [0.0] * left, [0] * left
     """Of each group: training that is left, and samples of which nothing is done."""
+    trained = [False] * left
     waiting: deque[tuple[int, float]] = deque()
     doable = 0
     while left:
@@ -360,24 +361,25 @@ def _trained_ahead(
             at += 1
             missing[group] -= 1
             costs_s[group] += full * training.token_s
-            if missing[group]:
-                waiting.append((group, full))
-                behind[group] += 1
-                doable += 1
-            else:
+            waiting.append((group, full))
+            undone[group] += 1
+            doable += 1
+            if not missing[group]:
                 whole.append(group)
-                doable -= behind[group]
         if len(whole) >= needed or (whole and at == len(ended)):
-            rows = [whole.popleft() for _ in range(min(needed, len(whole)))]
-            clock += sum(costs_s[group] for group in rows)
-            left -= len(rows)
+            for _ in range(min(needed, len(whole))):
+                group = whole.popleft()
+                trained[group] = True
+                clock += costs_s[group]
+                doable -= undone[group]
+                left -= 1
         elif doable >= training.ahead_samples:
             done = 0
             while waiting and done < training.micro_batch_samples:
                 group, full = waiting.popleft()
-                if missing[group]:
+                if not trained[group]:
                     done += 1
-                    behind[group] -= 1
+                    undone[group] -= 1
                     costs_s[group] -= full * training.ahead_token_s
                     clock += full * training.ahead_token_s
             doable -= done

@@ -5,6 +5,7 @@ Decides nothing. Told at every change, and a few times a second, what was true s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -26,8 +27,8 @@ class StepAccount:
     wait_s: float = 0.0
     """Nobody had them: there was nothing to train on."""
     preemptions: int = 0
-    fleet_s: float = 0.0
-    """Instance-seconds of remote ones, those that load weights included."""
+    fleets_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds by number of remote instances, those that load weights included."""
     busy_s: float = 0.0
     """Instance-seconds of remote ones with work."""
     idle_s: float = 0.0
@@ -44,7 +45,7 @@ class StepAccount:
         self.window_s += passed_s * window
         self.trained_s += passed_s * training
         self.wait_s += passed_s * waiting
-        self.fleet_s += passed_s * fleet
+        self.fleets_s[fleet] += passed_s
         self.busy_s += passed_s * busy
         self.idle_s += passed_s * len(idle)
         self.seen.update(idle)
@@ -52,8 +53,11 @@ class StepAccount:
     def times(self, train_s: float) -> StepTimes:
         """The step as it was; `train_s` as its trainer says."""
         step_s = max(self.at_s - self.began_s, 1e-9)
+        fleet = sum(count * there_s for count, there_s in self.fleets_s.items()) / step_s
+        off_s = sum(abs(count - round(fleet)) * there_s for count, there_s in self.fleets_s.items())
         return StepTimes(
-            fleet=self.fleet_s / step_s,
+            fleet=fleet,
+            fleet_off=off_s / step_s,
             step_s=step_s,
             window_s=self.window_s,
             train_s=train_s,

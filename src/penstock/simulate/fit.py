@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.config.train import samples_ahead
 from penstock.errors import ConfigError
 from penstock.simulate.least_squares import Prior, Solution, robust_fit
 from penstock.simulate.lengths import spread_of
@@ -311,6 +312,7 @@ def _training(seen: Observed, train: Mapping[str, Any]) -> Training:
     return Training(
         s_per_token=s_per_token,
         ahead_share=ahead,
+        ahead_samples=samples_ahead(train["min_samples_per_micro_batch"]),
         optimizer_s=statistics.median(rest_s),
         micro_batch_samples=train["min_samples_per_micro_batch"],
         reward_s=statistics.median(rewards) if rewards else 0.0,

@@ -8,6 +8,7 @@ was published, pulls the whole.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ class RemoteTimes:
 
     mean_held: float
     """Connected machines, mean over the step."""
+    held_off: float
+    """By which their number was off that mean, rounded: mean over the step."""
     paid_s: float
     busy_s: float
     wait_s: float
@@ -135,7 +138,8 @@ class Remotes:
     def settle_step(self, began_s: float, now: float) -> RemoteTimes:
         """Adds up a step that ends now, and forgets who left within it."""
         rows = [(held, now) for held in self._held.values()] + [(past.held, past.left_at) for past in self._past]
-        paid_s = busy_s = wait_s = connected_s = 0.0
+        paid_s = busy_s = wait_s = 0.0
+        connected: list[tuple[float, float]] = []
         ready: list[tuple[float, float]] = []
         for held, until in rows:
             paid_s += until - max(began_s, held.taken_at)
@@ -143,7 +147,7 @@ class Remotes:
             held.busy_before = held.machine.busy_s
             busy_s += busy
             if held.connected_at is not None:
-                connected_s += until - max(began_s, held.connected_at)
+                connected.append((max(began_s, held.connected_at), until))
             # Who was given back between two steps had the weights of the step before.
             if held.ready_at is not None and until > began_s:
                 ready.append((held.ready_at, until))
@@ -152,7 +156,9 @@ class Remotes:
         self.world.outcome.stays.append((*(past.stay() for past in self._past), *stays))
         self._gone, self._past = self._past, []
         span_s = max(now - began_s, 1e-9)
-        return RemoteTimes(connected_s / span_s, paid_s, busy_s, wait_s / max(1, len(ready)), wait_s, ready)
+        mean = sum(until - at for at, until in connected) / span_s
+        off = _off_s(connected, round(mean), began_s, now) / span_s
+        return RemoteTimes(mean, off, paid_s, busy_s, wait_s / max(1, len(ready)), wait_s, ready)
 
     # ---- within
 
@@ -223,3 +229,13 @@ class Remotes:
         self._past.append(_Past(held, self.world.clock.now, preempted))
         if self.world.step is not None and preempted:
             self.world.lose(machine)
+
+
+def _off_s(spans: list[tuple[float, float]], number: int, began_s: float, now: float) -> float:
+    """Seconds times by how many the spans that are open differ from a number."""
+    moments = sorted({began_s, now, *(moment for span in spans for moment in span)})
+    return sum(
+        abs(sum(at <= begin and end <= until for at, until in spans) - number) * (end - begin)
+        for begin, end in itertools.pairwise(moments)
+        if began_s <= begin and end <= now
+    )

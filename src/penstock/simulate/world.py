@@ -54,10 +54,10 @@ class Step:
     scored: int = 0
     groups: dict[int, int] = field(default_factory=dict)
     """Members still to come, by prompt."""
-    ready_s: list[float] = field(default_factory=list)
-    """Training on each complete group that nobody has trained on."""
+    ready: list[int] = field(default_factory=list)
+    """Prompts whose groups are complete, and nobody has trained on."""
     waiting: dict[int, SimSample] = field(default_factory=dict)
-    """Scored samples of other groups of which no pass was made ahead, by number."""
+    """Scored samples that nobody has trained on, and of which no pass was made ahead, by number."""
     ahead_s: dict[int, float] = field(default_factory=dict)
     """What was done ahead, by prompt."""
     trained_groups: int = 0
@@ -385,14 +385,9 @@ class World:
     def _scored(self, step: Step, sample: SimSample) -> None:
         step.scored += 1
         step.groups[sample.prompt] -= 1
-        if step.groups[sample.prompt]:
-            step.waiting[sample.number] = sample
-        else:
-            per = self.profile.samples_per_prompt
-            members = step.samples[sample.prompt * per : (sample.prompt + 1) * per]
-            for member in members:
-                step.waiting.pop(member.number, None)
-            step.ready_s.append(self._training_s(members) - step.ahead_s.pop(sample.prompt, 0.0))
+        step.waiting[sample.number] = sample
+        if not step.groups[sample.prompt]:
+            step.ready.append(sample.prompt)
         # The last score frees what is left, be it less than a micro-batch.
         if self.training and not self._busy:
             self._train(step)
@@ -405,15 +400,21 @@ class World:
         """Begins a micro-batch, where enough is complete; else what can be done ahead, where that is done."""
         per = self.profile.samples_per_prompt
         whole = step.scored == len(step.samples)
-        enough = len(step.ready_s) * per >= self.profile.training.micro_batch_samples
-        if not step.ready_s or not (whole or (enough and self.strategy.streaming)):
+        enough = len(step.ready) * per >= self.profile.training.micro_batch_samples
+        if not step.ready or not (whole or (enough and self.strategy.streaming)):
             if self.strategy.looks_ahead and self.strategy.streaming:
                 self._look_ahead(step)
             return
         count = -(-self.profile.training.micro_batch_samples // per)
-        rows_s, step.ready_s = step.ready_s[:count], step.ready_s[count:]
-        step.trained_groups += len(rows_s)
-        self._compute(step, sum(rows_s))
+        prompts, step.ready = step.ready[:count], step.ready[count:]
+        step.trained_groups += len(prompts)
+        wall_s = 0.0
+        for prompt in prompts:
+            members = step.samples[prompt * per : (prompt + 1) * per]
+            wall_s += self._training_s(members) - step.ahead_s.pop(prompt, 0.0)
+            for member in members:
+                step.waiting.pop(member.number, None)
+        self._compute(step, wall_s)
 
     def _look_ahead(self, step: Step) -> None:
         """Begins passes that need no whole group, of the samples that wait longest."""
@@ -467,6 +468,7 @@ class World:
             remote_wait_s=remote.wait_s,
             remote_busy_s=remote.busy_s,
             preemptions=step.preemptions,
+            fleet_off=remote.held_off,
         )
         self.token_s = step.train_s / sum(sample.length + sample.prompt_tokens for sample in step.samples)
         self.outcome.steps.append(

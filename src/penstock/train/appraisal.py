@@ -39,7 +39,6 @@ class _Asked(NamedTuple):
 class _Known(NamedTuple):
     """What forward passes told of all samples, where anything asks for it; on the CPU."""
 
-    old_logprobs_BT: Tensor | None
     kl_BT: Tensor | None
     values_BT: Tensor | None
 
@@ -72,12 +71,17 @@ class Appraiser:
         signal = has_signal(valued.advantages_BT, group_B).tolist()
         tally.take_in(groups, signal)
         chosen = [k for k in range(len(samples)) if signal[k] or not self._skips_without_signal]
+        if not chosen:
+            return []
+        old_BT = self._old_logprobs([samples[k] for k in chosen], watch)
         parts = self._split([samples[k] for k in chosen])
         tally.passes += len(parts)
         batches = []
         for part in self._own(parts):
             rows = [chosen[k] for k in part] or [chosen[0]]
             batch = collate_samples([samples[k] for k in rows]) if part else idle_pass(samples[chosen[0]])
+            if old_BT is not None:
+                batch = replace(batch, old_logprobs_BT=old_BT[part or [0], : batch.mask_BT.shape[1]])
             batches.append(_with(batch, rows, valued, known))
         return batches
 
@@ -89,21 +93,21 @@ class Appraiser:
         """This rank's passes: each has as many, since all have to compute at the same time."""
         return parts[self._ranks.rank :: self._ranks.size]
 
-    @property
-    def looks_ahead(self) -> bool:
+    def looks_ahead(self, actor_learns: bool) -> bool:
         """Whether anything can be told of samples before their groups are whole."""
-        return any(self._ahead())
+        return any(self._ahead(actor_learns))
 
-    def look(self, samples: Sequence[Sample], watch: Callable[[], None]) -> None:
+    def look(self, samples: Sequence[Sample], actor_learns: bool, watch: Callable[[], None]) -> None:
         """Makes the passes without a gradient that learning from these samples will need. All ranks tell them what
         came of it: `old_logprobs`, `reference_logprobs`, `values`."""
-        self._fill(samples, self._ahead(), watch)
+        self._fill(samples, self._ahead(actor_learns), watch)
 
-    def _ahead(self) -> _Asked:
+    def _ahead(self, actor_learns: bool) -> _Asked:
         """What takes a pass of its own, now or once the groups are whole."""
-        config, actor = self.config, self._actor
-        old = actor.old_takes_a_pass or (self._before().old and not actor.old_from_rollout)
-        return _Asked(old, config.kl_coef > 0 and not config.reference.workers, self._critic is not None)
+        config, actor, before = self.config, self._actor, self._before()
+        old = (actor_learns and actor.old_takes_a_pass) or (before.old and not actor.old_from_rollout)
+        reference = (actor_learns and config.kl_coef > 0) or before.reference
+        return _Asked(old, reference and not config.reference.workers, self._critic is not None)
 
     def _before(self) -> _Asked:
         """What has to be known before advantages are, or before weights move."""
@@ -111,28 +115,36 @@ class Appraiser:
         return _Asked(penalised or self.config.epochs > 1, penalised, self._critic is not None)
 
     def _look(self, samples: Sequence[Sample], watch: Callable[[], None]) -> _Known:
-        """What passes tell before these samples are learned from; of some of them it may be known already."""
+        """What passes tell before advantages are known; of some samples it may be known already."""
         before = self._before()
-        asked = _Asked(
-            before.old or any(sample.old_logprobs is not None for sample in samples),
-            before.reference or any(sample.reference_logprobs is not None for sample in samples),
-            before.values,
-        )
-        if not any(asked):
-            return _Known(None, None, None)
-        self._fill(samples, asked, watch)
+        if not any(before):
+            return _Known(None, None)
+        # Where some have been looked at and others not, passes over both would need what only some have.
+        known = before._replace(reference=before.reference or any(s.reference_logprobs is not None for s in samples))
+        self._fill(samples, known, watch)
         longest = max(len(sample.token_ids) for sample in samples)
-        old_BT = _padded([sample.old_logprobs for sample in samples], longest) if asked.old else None
         kl_BT = None
         if before.reference:
-            assert old_BT is not None
+            old_BT = _padded([sample.old_logprobs for sample in samples], longest)
             reference_BT = _padded([sample.reference_logprobs for sample in samples], longest)
             mask_BT = _padded([own_tokens(sample) for sample in samples], longest)
             kl_BT = approximate_kl(old_BT, reference_BT, self.config.kl_estimator) * mask_BT
             device = self._actor.device
             self._actor.sums.add("kl", kl_BT.to(device), mask_BT.to(device))
-        values_BT = _padded([sample.values for sample in samples], longest) if asked.values else None
-        return _Known(old_BT, kl_BT, values_BT)
+        values_BT = _padded([sample.values for sample in samples], longest) if before.values else None
+        return _Known(kl_BT, values_BT)
+
+    def _old_logprobs(self, samples: Sequence[Sample], watch: Callable[[], None]) -> Tensor | None:
+        """[B, T] of samples that are learned from, where they have to be known before, or some are: then all are made
+        known. So are the reference's."""
+        asked = _Asked(
+            self._before().old or any(sample.old_logprobs is not None for sample in samples),
+            any(sample.reference_logprobs is not None for sample in samples),
+            False,
+        )
+        self._fill(samples, asked, watch)
+        longest = max(len(sample.token_ids) for sample in samples)
+        return _padded([sample.old_logprobs for sample in samples], longest) if asked.old else None
 
     def _fill(self, samples: Sequence[Sample], asked: _Asked, watch: Callable[[], None]) -> None:
         """Tells samples what is asked of them and not known."""
@@ -209,7 +221,6 @@ def _with(batch: PassBatch, rows: Sequence[int], valued: Valued, known: _Known) 
     return replace(
         batch,
         advantages_BT=valued.advantages_BT[rows, :width],
-        old_logprobs_BT=cut(known.old_logprobs_BT),
         values_BT=cut(known.values_BT),
         returns_BT=None if known.values_BT is None else cut(valued.returns_BT),
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.errors import DeadlineExceeded, RolloutError
 from penstock.rollout.pack import Packer
-from penstock.sample import Finish, Group, Prompt, Sample, SampleId, Unscored
+from penstock.sample import Finish, Group, Prompt, Sample, SampleId, Score, Unscored
 from penstock.train.dialogue import Dialogue, Dialogues
 from penstock.train.ports import Finished, SampleScorer, TextDecoder
 from penstock.wire import BatchDone
@@ -58,7 +58,8 @@ class Intake:
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._kept: dict[tuple[int, int], Sample | None] = dict.fromkeys(keep)
-        self._taken_ahead: set[tuple[int, int]] = set()
+        self._ahead: dict[tuple[int, int], Sample] = {}
+        """Scored samples that were neither taken nor looked at, by prompt and replica, as they came."""
         self._cancelled = False
         self._arrived = 0
         self._ended = False
@@ -147,6 +148,8 @@ class Intake:
         with self._changed:
             self.failed += 1
             self.packer.fail(sample.id.prompt, sample.id.replica, sample.score.cause)
+            if self.packer.lost(sample.id.prompt):
+                self._forget(sample.id.prompt)
             self._keep(sample)
             self._changed.notify_all()
 
@@ -196,6 +199,10 @@ class Intake:
             self._rewarded += 1
             self._reward_s += self._clock() - began
             self.packer.add(sample)
+            if self.packer.lost(sample.id.prompt):
+                self._forget(sample.id.prompt)
+            elif isinstance(sample.score, Score):
+                self._ahead[sample.id.prompt, sample.id.replica] = sample
             self._keep(sample)
             self._last_news = self._clock()
             self._changed.notify_all()
@@ -234,6 +241,8 @@ class Intake:
             with self._changed:
                 self._check()
                 if (groups := self.packer.take()) is not None:
+                    for group in groups:
+                        self._forget(group.prompt.index)
                     return groups
 
     def wait(self, whole: bool = False, watch: Callable[[], None] | None = None, least_ahead: int = 0) -> None:
@@ -255,17 +264,19 @@ class Intake:
             if self.dialogues is None and self._arrived == self.samples_expected:
                 self.scoring_waited_s += max(0.0, now - max(began, self.last_arrival))
 
-    def take_ahead(self, most_tokens: int) -> list[Sample]:
-        """Scored samples of groups that are not whole yet, the first that came first, of so many tokens at most but at
-        least one; each is given out once. For passes that need no whole group."""
+    def take_ahead(self, least: int, most_tokens: int) -> list[Sample]:
+        """Scored samples that wait for their groups, or for a micro-batch to be there, in the order in which they came:
+        of so many tokens at most, but `least` of them if there are so many. Each is given out once. For passes that
+        need no whole group."""
         with self._changed:
             taken: list[Sample] = []
-            for sample in self._open_samples():
+            for sample in self._ahead.values():
                 most_tokens -= len(sample.prompt.token_ids) + len(sample.token_ids)
-                if taken and most_tokens < 0:
+                if len(taken) >= least and most_tokens < 0:
                     break
                 taken.append(sample)
-            self._taken_ahead.update((sample.id.prompt, sample.id.replica) for sample in taken)
+            for sample in taken:
+                del self._ahead[sample.id.prompt, sample.id.replica]
             return taken
 
     def wait_ended(self, watch: Callable[[], None] | None = None) -> None:
@@ -333,11 +344,11 @@ class Intake:
     def _ready(self, whole: bool, least_ahead: int = 0) -> bool:
         if self._failure is not None or (self.packer.all_complete if whole else self.packer.takeable):
             return True
-        return 0 < least_ahead <= len(self._open_samples())
+        return 0 < least_ahead <= len(self._ahead)
 
-    def _open_samples(self) -> list[Sample]:
-        taken = self._taken_ahead
-        return [sample for sample in self.packer.open_samples if (sample.id.prompt, sample.id.replica) not in taken]
+    def _forget(self, prompt: int) -> None:
+        for replica in range(self.packer.samples_per_prompt):
+            self._ahead.pop((prompt, replica), None)
 
     def _begin_wait(self) -> float:
         """Now. Silence counts from here at the earliest: while the main thread trained, nobody was kept waiting."""

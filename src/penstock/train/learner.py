@@ -84,15 +84,17 @@ class Learner:
     def looks_ahead(self) -> bool:
         """Whether samples can be looked at before their groups are whole: what is learned from them needs passes of
         its own."""
-        return self.config.train.look_ahead and self._appraiser.looks_ahead
+        return self.config.train.look_ahead and self._appraiser.looks_ahead(self._actor_learns)
 
     def look(self, samples: Sequence[Sample], watch: Callable[[], None] = lambda: None) -> None:
         """The passes without a gradient that learning from these samples will need; their groups are not whole."""
+        groups = _in_groups(samples)
+        samples = [sample for group in groups for sample in group.samples]
         with self._together():
             if self.ranks.size > 1:
-                self.ranks.tell(Look(pack(_in_groups(samples))))
+                self.ranks.tell(Look(pack(groups)))
             with self.stages("look_ahead"):
-                self._appraiser.look(samples, watch)
+                self._appraiser.look(samples, self._actor_learns, watch)
             self._ahead += samples
 
     def learn(

@@ -36,10 +36,6 @@ from penstock.train.turns import Turns
 
 __all__ = ["Trainer", "TrainerPorts"]
 
-LOOKS = 4
-"""A look ahead is at a micro-batch's samples over this at least: fewer pass one by one, and keep a group waiting that
-comes meanwhile as long."""
-
 
 class Trainer:
     """Runs `config.train.steps` steps with `learner`, from step `start_step` (0, or a checkpoint's).
@@ -215,16 +211,13 @@ class Trainer:
             tally.train_s += self._clock() - began
 
     def _next_groups(self, intake: Intake, tally: Tally) -> list[Group]:
-        """Waits for complete groups. What came of others is looked at ahead meanwhile, a pass a rank at a time."""
+        """Waits for complete groups. What came of others is looked at ahead meanwhile."""
         ranks, train = self.learner.ranks.size, self.config.train
-        least_ahead = 0
-        if train.streaming and self.learner.looks_ahead:
-            # A pass of its own for each sample would cost more than what it saves.
-            least_ahead = max(ranks, -(-train.min_samples_per_micro_batch // LOOKS))
+        least_ahead = max(ranks, train.samples_ahead) if train.streaming and self.learner.looks_ahead else 0
         while (groups := self._turns.take(intake, not train.streaming, least_ahead)) is None:
             began = self._clock()
-            samples = intake.take_ahead(ranks * train.tokens_per_micro_batch)
-            self.learner.look(samples, intake.watched(self.ports.watch))
+            samples = intake.take_ahead(least_ahead, ranks * train.tokens_per_micro_batch)
+            self.learner.look(samples, self.ports.watch)
             tally.looked(samples, self._clock() - began)
         return groups
 
