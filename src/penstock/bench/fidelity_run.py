@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from penstock.bench.common import random_llama
 from penstock.bench.rig import CALL_S, PROMPT_TOKENS, MadePrompts, joined_rig, rig_config
 from penstock.config.run import RunConfig
@@ -37,6 +39,7 @@ STOP_ID = 7
 HEARTBEAT_S = 0.1
 MAX_PENDING = 8
 FRAME_STEPS = 2
+MICRO_BATCH_SAMPLES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,8 @@ class Setting:
     prompts: int = 24
     samples_per_prompt: int = 8
     training_s_per_token: float = 4e-5
+    ahead_share: float = 0.0
+    """Of training, the reference's pass: made while no group is whole."""
 
 
 @dataclass
@@ -104,12 +109,24 @@ class PacedActor(Actor):
     """Real passes that last at least `s_per_token` for each token of prompt and answer."""
 
     s_per_token = 0.0
+    ahead_share = 0.0
+    """Of that, the reference's pass."""
 
     def accumulate(self, batch: PassBatch) -> None:
         began = time.perf_counter()
         super().accumulate(batch)
+        looked_at = batch.reference_logprobs_BT is not None
+        self._pace(batch, 1 - self.ahead_share * looked_at, began)
+
+    def reference_logprobs(self, batch: PassBatch) -> Tensor:
+        began = time.perf_counter()
+        found = super().reference_logprobs(batch)
+        self._pace(batch, self.ahead_share, began)
+        return found
+
+    def _pace(self, batch: PassBatch, share: float, began: float) -> None:
         tokens = int(batch.mask_BT.sum()) + PROMPT_TOKENS * len(batch.mask_BT)
-        left_s = tokens * self.s_per_token - (time.perf_counter() - began)
+        left_s = share * tokens * self.s_per_token - (time.perf_counter() - began)
         if left_s > 0:
             time.sleep(left_s)
 
@@ -199,7 +216,7 @@ def _rig(setting: Setting, model: Path, folder: Path) -> Iterator[_Rig]:
     config = _config(setting, model)
     token = secrets.token_urlsafe(16)
     actor = PacedActor(model, config.train, total_optimizer_steps=1000, horizon_tokens=setting.max_new_tokens)
-    actor.s_per_token = setting.training_s_per_token
+    actor.s_per_token, actor.ahead_share = setting.training_s_per_token, setting.ahead_share
     folder.mkdir(parents=True)
     with contextlib.ExitStack() as parts:
         log = parts.enter_context(EventLog(folder / "events.jsonl"))
@@ -231,7 +248,8 @@ def _config(setting: Setting, model: Path) -> RunConfig:
         "max_pending_per_instance": MAX_PENDING,
         "sampling": {"max_new_tokens": setting.max_new_tokens},
     }
-    return rig_config(model, rollout, {"tokens_per_micro_batch": 1 << 20, "min_samples_per_micro_batch": 32})
+    train = {"tokens_per_micro_batch": 1 << 20, "min_samples_per_micro_batch": MICRO_BATCH_SAMPLES}
+    return rig_config(model, rollout, {**train, "kl_coef": 0.01 if setting.ahead_share else 0.0})
 
 
 def small_llama() -> Any:
