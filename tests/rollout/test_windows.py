@@ -344,8 +344,10 @@ def test_another_trainer_finds_the_engines_shared_until_it_takes_turns_itself() 
     world.say("begins", window_s=0.0)
     world.trainer(TrainerHello(name="one", pid=1, session="a"))
     assert world.turn is not Turn.SHARED
+    world.manager.windows._plans.ahead_token_s = 1e-4
     world.trainer(TrainerHello(name="two", pid=2, session="b"))
     assert world.turn is Turn.SHARED
+    assert world.manager.windows._plans.ahead_token_s == 0.0, "it may do nothing ahead"
 
 
 @pytest.mark.parametrize(

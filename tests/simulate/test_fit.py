@@ -174,7 +174,9 @@ def test_what_was_done_ahead_of_whole_groups_can_be_done_so_in_the_profile() -> 
     last.metrics |= {"ahead_s": 0.3, "ahead_tokens": 1000.0}
     assert fit_profile(gather(log)).profile.training.ahead_share == pytest.approx(3e-4 / (9.6 / (8000 + 32 * 50)))
     last.metrics |= {"ahead_s": 30.0}
-    assert fit_profile(gather(log)).profile.training.ahead_share < 1
+    training = fit_profile(gather(log)).profile.training
+    assert training.ahead_share < 1
+    assert (training.micro_batch_samples, training.ahead_samples) == (16, 4), "as many at a time as in the run"
 
 
 def test_a_growth_within_its_own_error_is_none() -> None:
