@@ -148,8 +148,7 @@ class Intake:
         with self._changed:
             self.failed += 1
             self.packer.fail(sample.id.prompt, sample.id.replica, sample.score.cause)
-            if self.packer.lost(sample.id.prompt):
-                self._forget(sample.id.prompt)
+            self._note_ahead(sample)
             self._keep(sample)
             self._changed.notify_all()
 
@@ -199,10 +198,7 @@ class Intake:
             self._rewarded += 1
             self._reward_s += self._clock() - began
             self.packer.add(sample)
-            if self.packer.lost(sample.id.prompt):
-                self._forget(sample.id.prompt)
-            elif isinstance(sample.score, Score):
-                self._ahead[sample.id.prompt, sample.id.replica] = sample
+            self._note_ahead(sample)
             self._keep(sample)
             self._last_news = self._clock()
             self._changed.notify_all()
@@ -345,6 +341,13 @@ class Intake:
         if self._failure is not None or (self.packer.all_complete if whole else self.packer.takeable):
             return True
         return 0 < least_ahead <= len(self._ahead)
+
+    def _note_ahead(self, sample: Sample) -> None:
+        """The packer has just taken it in: it can be looked at, or none of its group any more."""
+        if self.packer.lost(sample.id.prompt):
+            self._forget(sample.id.prompt)
+        elif isinstance(sample.score, Score):
+            self._ahead[sample.id.prompt, sample.id.replica] = sample
 
     def _forget(self, prompt: int) -> None:
         for replica in range(self.packer.samples_per_prompt):
