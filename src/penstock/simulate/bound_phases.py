@@ -122,8 +122,9 @@ class Demands:
                 weight = math.sqrt(own_s + group_s)
                 remote, reserved = first * weight, third * weight
                 early_remote, early_reserved = early * remote, early * reserved
-                between = math.sqrt(own_s + at.early * group_s)
-                mid_remote, mid_reserved = first * between, third * between
+                if own_s:
+                    between = math.sqrt(own_s + at.early * group_s)
+                    mid_remote, mid_reserved = first * between, third * between
                 sum_soon = sum_later = sum_mid = 0.0
                 for share, root, own_root in points:
                     mine, other = root + remote, own * own_root + reserved
