@@ -74,6 +74,38 @@ def test_the_plan_is_no_worse_than_any_window_at_any_width() -> None:
             assert plan.step_s <= 1.03 * other.step_s
 
 
+@pytest.mark.parametrize("stuck", [False, True])
+def test_where_answers_take_longer_than_training_on_them_fast_engines_of_one_s_own_go_on(stuck: bool) -> None:
+    """Windows were looked at up to 1.2 times the training alone: here that is a sixtieth of what fits."""
+    slow, fast = Engine(Speed(0.02, 1e-4, 1e-6, 1e-5), 256), Engine(Speed(0.01, 1e-4, 1e-6, 1e-5), 256)
+    training = replace(TRAINING, token_s=2e-6)
+    near = replay(GROUPS, 32, [slow], [fast] * 2, training, (Limits(), Limits(1.0, 0.03)), 0.05) if stuck else None
+    plan = best_plan(GROUPS, 32, [slow], [fast] * 2, training, near)
+    best = min(
+        replay(GROUPS, 32, [slow], [fast] * 2, training, (Limits(width, width), Limits()), window_s).step_s
+        for width in (0.01, 0.1, 1.0)
+        for window_s in (0.0, 1.0, 3.0, 6.0, math.inf)
+    )
+    assert plan.step_s <= 1.05 * best
+    assert plan.window_s > 3.0
+
+
+def test_a_remote_engine_that_is_slower_for_each_sequence_is_given_next_to_nothing() -> None:
+    groups = [[2000 + 13 * (k * 4 + r) % 500 for r in range(4)] for k in range(4)]
+    slow, fast = Engine(Speed(0.05, 1e-5, 0.0), 256), Engine(Speed(0.01, 1e-5, 0.0), 256)
+    plan = best_plan(groups, 32, [slow], [fast] * 2, replace(TRAINING, token_s=2e-6))
+    assert plan.remote.samples(256, 0.0, plan.window_s) <= 3
+    assert plan.finished > 0.9
+
+
+def test_engines_that_are_alone_take_all_unless_less_is_clearly_better() -> None:
+    """Of widths that are about equal the narrowest was taken, and what had to wait turned out to be the longest."""
+    roomy = Engine(SPEED, 256)
+    assert best_plan(GROUPS[:4], 32, [], [roomy] * 2, TRAINING).reserved == Limits(1.0, 1.0)
+    full = Engine(Speed(0.01, 1e-4, 1e-6, 1e-3), 256, memory=4000.0)
+    assert best_plan(GROUPS, 32, [], [full] * 2, TRAINING).reserved.begin < 1.0
+
+
 def test_a_replay_generates_everything_once() -> None:
     plan = replay(GROUPS, 32, [ENGINE] * 3, [ENGINE] * 2, TRAINING, (Limits(0.5, 0.5), Limits()), 5.0)
     tokens = sum(sum(row) + 32 * len(row) for row in GROUPS)

@@ -30,16 +30,22 @@ REMOTE = ((1.0, 1.0), (0.5, 0.25), (0.25, 0.25), (0.25, 0.09), (0.13, 0.13))
 """Limits of the remote engines looked at first, begin and end."""
 RESERVED = ((1.0, 0.03), (0.35, 1.0), (1.0, 1.0))
 """Of the reserved ones: to let in all at first and then nobody, so that they narrow; or the other way round."""
+LEAST = 0.01
+"""Lowest limit: one at a time."""
+TO_THE_END = ((Limits(), Limits()), (Limits(0.0, 0.0), Limits()))
+"""Limits looked at where the reserved engines generate until all is there. Remote ones that are slower for each
+sequence may then better have next to none: a long answer that began there would end last."""
 WINDOWS = (0.1, 0.2, 0.3, 0.45, 0.65, 0.9, 1.2)
 """First looked at, as shares of the training time."""
+LONGER = 1.6
+"""Factor between longer ones, up to all of the generating: where answers take longer than training on them, few remote
+machines are no reason for fast engines of one's own to stop."""
 TRIES = 60
 """Choices after that: random steps from the best one so far, which get shorter."""
 WIDE = 0.5
 """The first of them, as a logarithm of each limit."""
 FAR = 0.06
-"""And in the window, as a share of the training time."""
-LEAST = 0.01
-"""Lowest limit: one at a time."""
+"""And in the window, as a share of the training time, or of the window where that is longer."""
 IDLE_COUNTS = 0.1
 """A second in which remote machines idle at the end, against one of the step: of plans about as long, the one that
 keeps them busy is the less wide, and a wide one loses more where lengths turn out otherwise."""
@@ -53,6 +59,9 @@ THOUGHT = 0.02
 processor more."""
 REPLAY_S = 1e-5
 """Of a processor, for each sample in a replay, about."""
+NARROWER = 0.01
+"""Share of a step that engines which are alone must gain by lower limits: what a replay does not have, the moves that
+level engines at the end, is worth as much, and samples that had to wait may turn out to be the longest."""
 FEWEST = 3
 """Choices that are looked at however short steps are."""
 
@@ -99,11 +108,13 @@ def search(
     best_of: list[Plan] = []
     """Its replays."""
     replays = 0
+    whole_s = 0.0
+    """Until all is generated where the reserved engines go on to the end."""
 
     def looked(
-        limits: tuple[Limits, Limits], window_s: float, others: Sequence[Engine] = remote
+        limits: tuple[Limits, Limits], window_s: float, others: Sequence[Engine] = remote, gain: float = 0.0
     ) -> Generator[Plan | None, None, Plan]:
-        nonlocal best, best_of, replays
+        nonlocal best, best_of, replays, whole_s
         if best is not None and replays >= max(FEWEST * len(chances), most):
             return best
         plans: list[Plan] = []
@@ -111,30 +122,45 @@ def search(
             replays += 1
             plans.append(replay(chance, prompt_tokens, others, reserved, training, limits, max(0.0, window_s)))
             plan = _mean(plans)
+            if others and window_s == math.inf and not whole_s:
+                whole_s = plan.window_s
             if best is not None and _loss_s(plan) > HOPELESS * _loss_s(_mean(best_of[: len(plans)])):
                 break
             if len(plans) < len(chances):
                 yield best
         else:
-            if best is None or _loss_s(plan) < _loss_s(best):
+            if best is None or _loss_s(plan) < (1 - gain) * _loss_s(best):
                 best, best_of = plan, plans
         yield best
         assert best is not None
         return best
 
     if not remote:
-        for width in WIDTHS:
-            yield from looked((Limits(width, width), Limits(width, width)), 0.0)
+        for width in reversed(WIDTHS):
+            yield from looked((Limits(width, width), Limits(width, width)), 0.0, gain=NARROWER)
         return
     if near is None:
         found = yield from looked((Limits(), Limits()), 0.0)
+        windows_s = [share * train_s for share in WINDOWS]
+        if reserved:
+            for limits in TO_THE_END:
+                found = yield from looked(limits, math.inf)
+            windows_s += _longer(windows_s[-1], whole_s)
         for begin, end in REMOTE:
-            for share in WINDOWS:
-                found = yield from looked((Limits(begin, end), Limits(*RESERVED[0])), share * train_s)
+            for window_s in windows_s:
+                found = yield from looked((Limits(begin, end), Limits(*RESERVED[0])), window_s)
     else:
         found = yield from looked((near.remote, near.reserved), near.window_s)
         for share in (0.15, -0.15):
-            found = yield from looked((found.remote, found.reserved), found.window_s + share * train_s)
+            found = yield from looked(
+                (found.remote, found.reserved), found.window_s + share * max(train_s, found.window_s)
+            )
+        if reserved:
+            # From a valley of short windows single steps don't lead to that of long ones.
+            for limits in TO_THE_END:
+                found = yield from looked(limits, math.inf)
+            for window_s in _longer(max(found.window_s, WINDOWS[-1] * train_s), whole_s):
+                found = yield from looked((found.remote, found.reserved), window_s)
         # Each shape has a valley of its own; lengths and fleets decide which is deepest.
         window_s = found.window_s
         for pair in REMOTE:
@@ -155,8 +181,17 @@ def search(
             factors = [factor if k == which else 1.0 for k, factor in enumerate(factors)]
         if number % 4 == 3:
             factors = [1.0] * 4
-        window_s = found.window_s + source.gauss(0, reach * FAR) * train_s
+        window_s = found.window_s + source.gauss(0, reach * FAR) * max(train_s, found.window_s)
         found = yield from looked(_changed((found.remote, found.reserved), factors), window_s)
+
+
+def _longer(than_s: float, most_s: float) -> list[float]:
+    """Windows between those two, the longer one among them."""
+    found = []
+    while most_s > LONGER * than_s:
+        found.append(most_s)
+        most_s /= LONGER
+    return found[::-1]
 
 
 def _mean(plans: Sequence[Plan]) -> Plan:
