@@ -83,6 +83,53 @@ def test_leases_of_whatever_epoch_have_quantiles_of_their_own(epoch: int) -> Non
     assert moves
 
 
+def test_a_single_sample_leaves_a_slow_instance_where_it_would_end_last() -> None:
+    policy = Balanced(4)
+    for k in range(40):
+        for name, base_s in (("slow", 0.05), ("fast", 0.01)):
+            running = 1 + k * 7 % 40
+            policy.report(Report(name, 10 * (base_s + 1e-4 * running), running, 0.0, 10 * running, 0))
+        policy.finished(k // 4, 400)
+    policy.batch_ended()
+    held = {"slow": rows(1, 1, tokens=10), "fast": rows(10, 8, tokens=10)}
+    loads = [InstanceLoad("slow", 1, 32), InstanceLoad("fast", 8, 32, reserved=True)]
+    assert [(move.lease, move.target) for move in policy.moves(0, loads, held.__getitem__)] == [(1, "fast")]
+    # Nor does it go to one where it is no sooner done.
+    assert policy.moves(0, [loads[1], InstanceLoad("slow", 0, 32)], {**held, "slow": []}.__getitem__) == []
+
+
+@pytest.mark.parametrize(("finished", "moved"), [(0.5, False), (0.95, True)])
+def test_both_kinds_are_levelled_only_where_the_reserved_ones_hand_nothing_much_over(
+    finished: float, moved: bool
+) -> None:
+    policy = learned()
+    policy.follow(Plan(Limits(), Limits(), 10.0, finished=finished))
+    held = {"i0": rows(1, 24), "i1": rows(100, 1)}
+    loads = [InstanceLoad("i0", 24, 32), InstanceLoad("i1", 1, 32, reserved=True)]
+    assert policy.assign(Queue(0, elapsed_s=1.0), loads) == []
+    assert bool(policy.moves(0, loads, held.__getitem__)) is moved
+
+
+def shared_prompts(picks: list[int], per: int) -> int:
+    """Prompts whose samples all go to one instance."""
+    return sum(len(set(picks[k : k + per])) == 1 for k in range(0, len(picks), per))
+
+
+def test_siblings_go_to_different_instances_where_all_of_a_few_prompts_go_out_at_once() -> None:
+    policy, loads = learned(), [InstanceLoad(f"i{k}", 0, 64) for k in range(4)]
+    few = Queue(64, samples_per_prompt=8, prompt_tokens=32.0)
+    assert shared_prompts(policy.assign(few, loads), 8) == 0
+    assert shared_prompts(Balanced(4).assign(few, loads), 8) == 8, "nothing is known of answers"
+    long_prompts = Queue(64, samples_per_prompt=8, prompt_tokens=2000.0)
+    assert shared_prompts(policy.assign(long_prompts, loads), 8) == 8
+    narrow = [InstanceLoad(f"i{k}", 0, 8) for k in range(4)]
+    picks = policy.assign(few, narrow)
+    assert len(picks) < 64, "some wait"
+    assert shared_prompts(picks[:48], 8) >= 4
+    wide = [InstanceLoad(f"i{k}", 0, 1024) for k in range(4)]
+    assert shared_prompts(policy.assign(Queue(8 * 64, samples_per_prompt=8, prompt_tokens=32.0), wide), 8) >= 60
+
+
 def test_level_instances_are_left_alone() -> None:
     held = {"i0": rows(1, 12), "i1": rows(100, 12)}
     assert learned().moves(0, [InstanceLoad("i0", 12, 32), InstanceLoad("i1", 12, 32)], held.__getitem__) == []

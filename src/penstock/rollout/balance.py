@@ -74,6 +74,8 @@ class Queue:
     """Since the step began; None outside of one for which there may be a plan."""
     finished: int = 0
     """Samples of the batch that have ended."""
+    prompt_tokens: float = 0.0
+    """Of the batch's prompts, on the mean; 0 where that is not known."""
 
     @property
     def waiting(self) -> int:
@@ -188,6 +190,8 @@ class ShortestQueue:
         picks = self._spread(queue, loads)
         if not self.affinity or queue.samples_per_prompt == 1 or len(picks) - queue.moved < 2:
             return picks
+        if not self.together(queue, len(picks), len(loads)):
+            return picks
         return picks[: queue.moved] + _together(queue, picks[queue.moved :], queue.moved)
 
     def order(self, output_tokens: Sequence[int], prompts: Sequence[int]) -> list[int]:
@@ -216,6 +220,10 @@ class ShortestQueue:
             # Its memory is full before its places are: what it runs is what it can.
             return load.samples - load.pending + self.max_pending
         return load.max_running + self.max_pending
+
+    def together(self, queue: Queue, going: int, instances: int) -> bool:
+        """Whether replicas are worth keeping together, where so many of those that wait go out to so many instances."""
+        return True
 
     def weight(self, load: InstanceLoad) -> float:
         """Samples of an equal load: a machine with twice as much is given twice as many."""

@@ -31,6 +31,15 @@ __all__ = ["Balanced"]
 
 PAIRS = 4
 """Most and least loaded instances looked at for one answer, whose cost then does not grow with the fleet."""
+NEARLY_ALL = 0.9
+"""Share of the samples that are to be finished when the window ends: from then on the reserved engines leave the others
+next to nothing, and all of them are levelled."""
+FEW_SAMPLES = 512
+"""In all, of which each instance's end is worked out before any is moved: a single one may end last on a slow one."""
+FEW_PROMPTS = 8
+"""To an instance: of so few, lengths do not make up for each other."""
+LONG_ANSWERS = 4.0
+"""Of prompts: what a prompt shared is worth is then less than level instances are."""
 WAITING = 8
 """So many times as often as one that runs, a sample that waits is moved: it pays no prefill that it would not pay where
 it is."""
@@ -192,6 +201,14 @@ class Balanced(ShortestQueue):
             return super().room(load)
         return self.places(load) + self.max_pending
 
+    def together(self, queue: Queue, going: int, instances: int) -> bool:
+        """Not where nobody is left to level instances with later: most of a prompt's answers are long or short, and of
+        a few instances with a few prompts each the one with the long ones would end last."""
+        samples = queue.first_fresh + queue.fresh
+        if going < queue.waiting or samples > FEW_PROMPTS * instances * queue.samples_per_prompt:
+            return True
+        return self.lengths.left(0) < LONG_ANSWERS * queue.prompt_tokens
+
     def weight(self, load: InstanceLoad) -> float:
         known = self._weights.get(load.instance)
         if known is None:
@@ -223,7 +240,8 @@ class Balanced(ShortestQueue):
         if waiting or len(loads) < 2:
             return []
         planned = self.plan is not None and self._elapsed_s is not None
-        if planned and len({load.reserved for load in loads}) > 1 and all(load.samples for load in loads):
+        both = len({load.reserved for load in loads}) > 1 and all(load.samples for load in loads)
+        if planned and both and self.plan is not None and self.plan.finished < NEARLY_ALL:
             # Unequal on purpose: what the reserved engines hold when they turn to training goes to the others then.
             return self._move_pending(loads, placed)
         found = self._move_pending(loads, placed)
@@ -278,18 +296,32 @@ class Balanced(ShortestQueue):
     ) -> list[Move]:
         if any(load.pending for load in loads):
             return []
-        ordered = sorted(loads, key=lambda load: load.samples / self.weight(load))
+        ends_s = self._ends(loads, placed)
+        keys = ends_s or {load.instance: load.samples / self.weight(load) for load in loads}
+        ordered = sorted(loads, key=lambda load: keys[load.instance])
         targets, sources = ordered[:PAIRS], ordered[::-1][:PAIRS]
         found: list[Move] = []
         used: set[str] = set()
         for source, target in zip(sources, targets, strict=True):
-            if source.instance in used or target.instance in used or source.samples < 2:
+            if source.instance in used or target.instance in used or source.samples < (1 if ends_s else 2):
                 continue
-            if source.samples / self.weight(source) <= (1 + self.gain) * target.samples / self.weight(target):
+            if keys[source.instance] <= (1 + self.gain) * keys[target.instance]:
                 break
             moved = self._worth(source, target, placed)
             found += [Move(source.instance, lease, target.instance) for lease in moved]
             used |= {source.instance, target.instance}
+        return found
+
+    def _ends(self, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]) -> dict[str, float]:
+        """Seconds until each instance has finished what it holds; empty where that isn't cheap to say, or not known."""
+        if not self.lengths.known or sum(load.samples for load in loads) > FEW_SAMPLES:
+            return {}
+        found = {}
+        for load in loads:
+            speed = self.speed(load.instance)
+            if speed is None:
+                return {}
+            found[load.instance] = self._drain(speed, load, self._held(placed(load.instance)))
         return found
 
     def _worth(

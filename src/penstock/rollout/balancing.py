@@ -126,6 +126,7 @@ class Balancing:
             near=next((k for k, load in enumerate(loads) if load.instance == near), -1) if near else -1,
             elapsed_s=elapsed_s,
             finished=batch.finished,
+            prompt_tokens=batch.prompt_offsets[-1] / len(batch.prompt_indices),
         )
         return ask_picks(self.policy, queue, loads)
 

@@ -254,6 +254,7 @@ class World:
             coming=self.remotes.coming() + (len(self.reserved) if self._opening else 0),
             elapsed_s=self.clock.now - step.began_s,
             finished=step.finished,
+            prompt_tokens=self.profile.lengths.prompt_tokens,
         )
         given: dict[str, Machine] = {}
         for pick in ask_picks(self.strategy.balance, queue, self.loads(machines)):
