@@ -118,6 +118,9 @@ def run_parts(
             continue
         progress(part)
         found[part] = cast(Parted, benchmark).run_part(part, quick)
+        for result in found[part]:
+            # Whoever ends a long run has seen what was there.
+            progress(f"{result.what}: {'-' if result.value is None else f'{result.value:.4g} {result.unit}'}")
         if kept is not None:
             row = {"bench": name, "quick": quick, "part": part, "results": [asdict(row) for row in found[part]]}
             try:

@@ -3,6 +3,8 @@
 Three windows of two hours with the most changes in `p3-trace.csv`, half of its machines; three models. The fleet is
 bounded for RLBoost and for Penstock alike by what the paper's two figures for each model imply: a throughput of 1.66 x
 at 34 % more tokens a dollar has cost 1.24 x as much an hour, which is 3.8 spot machines (8B); likewise 5.1 and 2.8.
+`numbers` is the same without that bound: each strategy asks for as many as its own policy finds worth having, of all
+that the trace has.
 
 RLBoost is taken with the constants, of those tried on the very windows, that are best for it. Its paper's ablations and
 ours (each of our policies switched off) are rows of the 14B model. Disaggregated training on machines on demand has the
@@ -17,6 +19,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 
 from penstock.bench.common import Result, at_least, at_most, progress, skipped
 from penstock.simulate.baselines import ABLATIONS, Tuning, make_strategy, tuned
@@ -24,9 +27,8 @@ from penstock.simulate.bound import least_run_s
 from penstock.simulate.lengths import step_samples
 from penstock.simulate.outcome import Outcome
 from penstock.simulate.profiles import Profile, shipped
-from penstock.simulate.strategy import Strategy
 from penstock.simulate.traces import Trace, read_trace, static_trace
-from penstock.simulate.tune import Tuned, tune
+from penstock.simulate.tune import tune
 from penstock.simulate.world import simulate
 
 DESCRIPTION = "simulated on spot traces: throughput, tokens per dollar and regret against colocated and RLBoost"
@@ -44,7 +46,8 @@ ENOUGH_STEPS = 3
 """A window in which fewer steps end says more about where it was cut than about a policy."""
 
 
-PARTS = (*MODELS, "ablations", "traces", "static")
+NUMBERS = tuple(f"numbers-{model.removeprefix('qwen3-')}" for model in MODELS)
+PARTS = (*MODELS, *NUMBERS, "ablations", "traces", "static")
 """Each takes minutes, and can be run alone."""
 
 
@@ -56,7 +59,7 @@ def run_part(part: str, quick: bool) -> list[Result]:
     """One of `PARTS`; a quick run leaves the longest ones out."""
     if part == "static":
         return _static(quick)
-    if quick and part in (MODELS[-1], "traces"):
+    if quick and part in (MODELS[-1], *NUMBERS[1:], "traces"):
         return []
     folder = Path(os.environ.get("PENSTOCK_SPOT_TRACES", ""))
     p3 = folder / "bamboo" / "p3-trace.csv"
@@ -69,21 +72,30 @@ def run_part(part: str, quick: bool) -> list[Result]:
     windows = [half.window(start, WINDOW_S) for start in half.densest(1 if quick else 3, WINDOW_S)]
     if part == "ablations":
         return _ablations(shipped(ABLATED), windows)
-    return _dense(shipped(part), windows, quick)
+    if part in NUMBERS:
+        profile, most = shipped(MODELS[NUMBERS.index(part)]), _most(windows)
+        own = _dense(profile, windows, quick, most, f"{profile.name}, any number of machines")
+        return [*own, _all_there(profile, windows, most)]
+    profile = shipped(part)
+    return [*_dense(profile, windows, quick, FLEETS[part], profile.name), _apart(profile, windows)]
 
 
-def _dense(profile: Profile, windows: list[Trace], quick: bool) -> list[Result]:
-    """One model on the densest windows: totals over them."""
-    fleet = FLEETS[profile.name]
+def _most(windows: list[Trace]) -> int:
+    """Machines that are there at once, at most: a ceiling that bounds nobody."""
+    return max(len(window.available(change.at_s)) for window in windows for change in window.changes)
 
-    def total(name: str, tuning: Tuning | None = None) -> _Total:
-        return _Total(profile, [_on(profile, name, window, fleet, tuning) for window in windows])
 
-    base, untuned, ours = (total(name) for name in ("colocated", "rlboost", "penstock"))
+def _dense(profile: Profile, windows: list[Trace], quick: bool, ceiling: int, name: str) -> list[Result]:
+    """One model on the densest windows, with so many spot machines at most: totals over them."""
+
+    def total(strategy: str, tuning: Tuning | None = None) -> _Total:
+        return _Total(profile, [_on(profile, strategy, window, ceiling, tuning) for window in windows])
+
+    base, untuned, ours = (total(strategy) for strategy in ("colocated", "rlboost", "penstock"))
 
     def reached(tried: Tuning) -> float:
         found = total("rlboost", tried).tokens_per_s
-        progress(f"{profile.name}: RLBoost with {asdict(tried)}: {found / base.tokens_per_s:.3f} x")
+        progress(f"{name}: RLBoost with {asdict(tried)}: {found / base.tokens_per_s:.3f} x")
         return found
 
     tuning = Tuning() if quick else tuned(reached)
@@ -92,20 +104,12 @@ def _dense(profile: Profile, windows: list[Trace], quick: bool) -> list[Result]:
         return one.tokens_per_s / base.tokens_per_s
 
     paper = total("rlboost", tuning)
-    # On demand and never taken away, so the windows make no difference to its number.
-    on_demand = tune("disaggregated", profile, windows[0])
-    apart = _Total(
-        profile,
-        [simulate(profile, window, _on_demand(profile, on_demand), duration_s=WINDOW_S) for window in windows],
-        spot=False,
-    )
     constants = ", ".join(f"{key} {value:g}" for key, value in asdict(tuning).items())
     speed, money = TARGETS[profile.name]
     paper_speed, paper_money = PAPER[profile.name]
-    name = profile.name
     # The same steps, each begun where the last one's bound ends, with all machines up to the fleet's size.
     least_s = sum(
-        least_run_s(profile, window, fleet, lambda step: step_samples(profile, step, 0), len(outcome.steps))
+        least_run_s(profile, window, ceiling, lambda step: step_samples(profile, step, 0), len(outcome.steps))
         for window, outcome in zip(windows, ours.outcomes)
     )
     near_bound = least_s / ours.wall_s
@@ -123,16 +127,16 @@ def _dense(profile: Profile, windows: list[Trace], quick: bool) -> list[Result]:
             f"{name}: RLBoost / colocated, tokens per dollar",
             paper.per_dollar / base.per_dollar,
             "x",
-            note=f"paper {paper_money}",
-        ),
-        Result(
-            f"{name}: disaggregated / colocated, throughput",
-            gain(apart),
-            "x",
-            note=f"{on_demand.words}, the most tokens per dollar: {apart.per_dollar / base.per_dollar:.2f} x",
+            note=f"paper {paper_money}; {paper.asked:.1f} machines asked for",
         ),
         at_least(f"{name}: Penstock / colocated, throughput", gain(ours), speed, "x", note=at_bound),
-        at_least(f"{name}: Penstock / colocated, tokens per dollar", ours.per_dollar / base.per_dollar, money, "x"),
+        at_least(
+            f"{name}: Penstock / colocated, tokens per dollar",
+            ours.per_dollar / base.per_dollar,
+            money,
+            "x",
+            note=f"{ours.asked:.1f} machines asked for",
+        ),
         at_least(
             f"{name}: Penstock / RLBoost, throughput",
             same_work(ours.outcomes, paper.outcomes),
@@ -146,6 +150,47 @@ def _dense(profile: Profile, windows: list[Trace], quick: bool) -> list[Result]:
         # Where the target can't be had, the bound takes its place.
         return [*results, at_least(f"{name}: {bound}", near_bound, 0.95, "x")]
     return [*results, Result(f"{name}: {bound}", near_bound, "x")]
+
+
+def _all_there(profile: Profile, windows: list[Trace], most: int) -> Result:
+    """Whatever it costs. RLBoost's constants are its code's."""
+    total = {}
+    for name in ("colocated", "rlboost", "penstock"):
+        progress(f"{profile.name}: {name} with all machines")
+        made = [make_strategy(name, profile, machines=0 if name == "colocated" else most) for _ in windows]
+        runs = [simulate(profile, window, one, duration_s=WINDOW_S) for window, one in zip(windows, made, strict=True)]
+        total[name] = _Total(profile, runs)
+    base, paper, ours = total.values()
+    speeds = " and ".join(f"{one.tokens_per_s / base.tokens_per_s:.2f}" for one in (ours, paper))
+    money = " and ".join(f"{one.per_dollar / base.per_dollar:.2f}" for one in (ours, paper))
+    return Result(
+        f"{profile.name}, all machines that are there: Penstock / RLBoost, throughput",
+        same_work(ours.outcomes, paper.outcomes),
+        "x",
+        note=f"{speeds} x colocated, {money} x its tokens per dollar",
+    )
+
+
+def _apart(profile: Profile, windows: list[Trace]) -> Result:
+    """Disaggregated training, which has no target. Its machines are never taken away, and no window changes their
+    number."""
+    base = _Total(profile, [_on(profile, "colocated", window, 0) for window in windows])
+    on_demand = tune("disaggregated", profile, windows[0])
+    strategies = [make_strategy("disaggregated", profile, machines=on_demand.machines) for _ in windows]
+    apart = _Total(
+        profile,
+        [
+            simulate(profile, window, strategy, duration_s=WINDOW_S)
+            for window, strategy in zip(windows, strategies, strict=True)
+        ],
+        spot=False,
+    )
+    return Result(
+        f"{profile.name}: disaggregated / colocated, throughput",
+        apart.tokens_per_s / base.tokens_per_s,
+        "x",
+        note=f"{on_demand.words}, the most tokens per dollar: {apart.per_dollar / base.per_dollar:.2f} x",
+    )
 
 
 def _ablations(profile: Profile, windows: list[Trace]) -> list[Result]:
@@ -225,10 +270,6 @@ def _on(
     return simulate(profile, window, strategy, duration_s=WINDOW_S, seed=seed)
 
 
-def _on_demand(profile: Profile, tuned: Tuned) -> Strategy:
-    return make_strategy("disaggregated", profile, machines=tuned.machines)
-
-
 def same_work(ours: Sequence[Outcome], others: Sequence[Outcome]) -> float:
     """Throughput of one against another over the steps that both ended: the n-th step has the same samples in both.
 
@@ -253,6 +294,7 @@ class _Total:
         wall_s = self._sum(outcomes, lambda outcome: [step.times.step_s for step in outcome.steps])
         self.wall_s, self.tokens_per_s = wall_s, tokens / wall_s
         self.per_dollar = tokens / sum(outcome.dollars(prices.reserved, instance) for outcome in outcomes)
+        self.asked = fmean(outcome.mean_asked for outcome in outcomes)
         self.wait_share = (
             self._sum(outcomes, lambda outcome: [step.times.trainer_wait_s for step in outcome.steps]) / wall_s
         )
