@@ -190,7 +190,7 @@ class ShortestQueue:
         picks = self._spread(queue, loads)
         if not self.affinity or queue.samples_per_prompt == 1 or len(picks) - queue.moved < 2:
             return picks
-        if not self.together(queue, len(picks), len(loads)):
+        if not self.together(queue, len(picks), loads):
             return picks
         return picks[: queue.moved] + _together(queue, picks[queue.moved :], queue.moved)
 
@@ -221,8 +221,8 @@ class ShortestQueue:
             return load.samples - load.pending + self.max_pending
         return load.max_running + self.max_pending
 
-    def together(self, queue: Queue, going: int, instances: int) -> bool:
-        """Whether replicas are worth keeping together, where so many of those that wait go out to so many instances."""
+    def together(self, queue: Queue, going: int, loads: Sequence[InstanceLoad]) -> bool:
+        """Whether replicas are worth keeping together, where so many of those that wait go out."""
         return True
 
     def weight(self, load: InstanceLoad) -> float:

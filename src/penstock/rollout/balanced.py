@@ -36,7 +36,7 @@ NEARLY_ALL = 0.9
 next to nothing, and all of them are levelled."""
 FEW_SAMPLES = 512
 """In all, of which each instance's end is worked out before any is moved: a single one may end last on a slow one."""
-FEW_PROMPTS = 8
+FEW_PROMPTS = 4
 """To an instance: of so few, lengths do not make up for each other."""
 LONG_ANSWERS = 4.0
 """Of prompts: what a prompt shared is worth is then less than level instances are."""
@@ -201,13 +201,17 @@ class Balanced(ShortestQueue):
             return super().room(load)
         return self.places(load) + self.max_pending
 
-    def together(self, queue: Queue, going: int, instances: int) -> bool:
+    def together(self, queue: Queue, going: int, loads: Sequence[InstanceLoad]) -> bool:
         """Not where nobody is left to level instances with later: most of a prompt's answers are long or short, and of
         a few instances with a few prompts each the one with the long ones would end last."""
         samples = queue.first_fresh + queue.fresh
-        if going < queue.waiting or samples > FEW_PROMPTS * instances * queue.samples_per_prompt:
+        if going < queue.waiting or samples > FEW_PROMPTS * len(loads) * queue.samples_per_prompt:
             return True
-        return self.lengths.left(0) < LONG_ANSWERS * queue.prompt_tokens
+        tokens = self.lengths.left(0)
+        if sum(self.memory(load.instance) for load in loads) < samples * (tokens + queue.prompt_tokens):
+            # Some will wait for memory, of which a shared prompt leaves more.
+            return True
+        return tokens < LONG_ANSWERS * queue.prompt_tokens
 
     def weight(self, load: InstanceLoad) -> float:
         known = self._weights.get(load.instance)
