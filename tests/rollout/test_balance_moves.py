@@ -98,6 +98,25 @@ def test_a_single_sample_leaves_a_slow_instance_where_it_would_end_last() -> Non
     assert policy.moves(0, [loads[1], InstanceLoad("slow", 0, 32)], {**held, "slow": []}.__getitem__) == []
 
 
+class _Counting(Balanced):
+    """A user's: level is as many samples everywhere."""
+
+    def weight(self, load: InstanceLoad) -> float:
+        return 1.0
+
+
+def test_what_is_level_may_be_said_by_a_policy_of_one_s_own() -> None:
+    held = {"i0": rows(1, 12), "i1": rows(100, 12)}
+    policy = _Counting(4)
+    for k in range(40):
+        for name, base_s in (("i0", 0.05), ("i1", 0.01)):
+            policy.report(Report(name, 10 * base_s, 1 + k % 7, 0.0, 10 + 10 * (k % 7), 0))
+        policy.finished(k // 4, 400)
+    policy.batch_ended()
+    loads = [InstanceLoad("i0", 12, 32), InstanceLoad("i1", 12, 32)]
+    assert policy.moves(0, loads, held.__getitem__) == []
+
+
 @pytest.mark.parametrize(("finished", "moved"), [(0.5, False), (0.95, True)])
 def test_both_kinds_are_levelled_only_where_the_reserved_ones_hand_nothing_much_over(
     finished: float, moved: bool
@@ -120,6 +139,7 @@ def test_siblings_go_to_different_instances_where_all_of_a_few_prompts_go_out_at
     few = Queue(64, samples_per_prompt=8, prompt_tokens=32.0)
     assert shared_prompts(policy.assign(few, loads), 8) == 0
     assert shared_prompts(Balanced(4).assign(few, loads), 8) == 8, "nothing is known of answers"
+    assert shared_prompts(policy.assign(Queue(64, samples_per_prompt=8), loads), 8) == 8, "nor of the prompts"
     long_prompts = Queue(64, samples_per_prompt=8, prompt_tokens=2000.0)
     assert shared_prompts(policy.assign(long_prompts, loads), 8) == 8
     narrow = [InstanceLoad(f"i{k}", 0, 8) for k in range(4)]

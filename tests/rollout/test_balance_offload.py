@@ -17,7 +17,7 @@ from penstock.rollout.curves import Speed
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
 from penstock.rollout.offload import Facts, FixedWindow, Offload, Predictor, StepTimes, WindowView, as_long_as, thinned
 from penstock.rollout.plan import best_plan, search
-from penstock.rollout.step_replay import ONE_BY_ONE, Engine, Limits, Training, replay
+from penstock.rollout.step_replay import ONE_BY_ONE, Engine, Limits, Plan, Training, replay
 from penstock.rollout.step_times import StepAccount
 
 SPEED = Speed(0.01, 1e-4, 1e-6, 1e-5)
@@ -88,6 +88,33 @@ def test_where_answers_take_longer_than_training_on_them_fast_engines_of_one_s_o
     )
     assert plan.step_s <= 1.05 * best
     assert plan.window_s > 3.0
+
+
+def test_a_long_window_may_end_before_all_is_generated_and_take_a_slow_engine_along() -> None:
+    """With next to nothing on the remote engine a choice looked good at first, and no step led away from it."""
+    source = random.Random(1)
+    groups = [[int(min(14000, source.lognormvariate(8.7, 0.6))) for _ in range(4)] for _ in range(32)]
+    slow = Engine(Speed(0.02, 6e-4, 5e-8, 1e-5), 64, memory=200_000.0)
+    fast = Engine(Speed(0.01, 3e-4, 2.5e-8, 1e-5), 64, memory=300_000.0)
+    training = replace(TRAINING, token_s=6e-5)
+    plan = best_plan(groups, 512, [slow], [fast] * 2, training)
+    whole_s = replay(groups, 512, [slow], [fast] * 2, training, (Limits(), Limits()), math.inf).window_s
+    best = min(
+        replay(groups, 512, [slow], [fast] * 2, training, (Limits(width, width), Limits()), share * whole_s).step_s
+        for width in (0.13, 0.25, 0.5, 1.0)
+        for share in (0.5, 0.6, 0.7, 0.8, 0.9)
+    )
+    assert plan.step_s <= 1.05 * best
+
+
+def test_what_remote_engines_idle_by_plan_does_not_shorten_a_window_to_the_end() -> None:
+    policy = Offload()
+    policy.plans[2] = Plan(Limits(0.0, 0.0), Limits(), 200.0, 260.0, 0.0, 10.0, finished=1.0)
+    policy.ended(times(fleet=2, window_s=200.0, step_s=260.0, train_s=60.0, remote_wait_s=150.0))
+    assert policy.correction(2) == 0.0
+    policy.plans[2] = replace(policy.plans[2], finished=0.5)
+    policy.ended(times(fleet=2, window_s=200.0, step_s=260.0, train_s=60.0, remote_wait_s=150.0))
+    assert policy.correction(2) < 0.0
 
 
 def test_a_remote_engine_that_is_slower_for_each_sequence_is_given_next_to_nothing() -> None:

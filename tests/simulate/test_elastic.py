@@ -29,7 +29,7 @@ def test_a_ceiling_that_bounds_nobody_is_what_is_there_at_once() -> None:
 def test_each_strategy_chooses_its_number_where_nothing_bounds_it(small: Profile) -> None:
     bounded = {row.what: row for row in elastic._dense(small, [WINDOW], True, 1, "one")}
     free = {row.what: row for row in elastic._dense(small, [WINDOW], True, 4, "any")}
-    assert len(bounded) == len(free) == 7
+    assert len(bounded) == len(free) == 8
     asked = [
         float(row.note.removesuffix(" machines asked for"))
         for row in (
@@ -50,6 +50,7 @@ def test_all_machines_are_held_by_both(small: Profile) -> None:
     assert row.value is not None
     assert row.value > 0.9
     assert row.note.count(" x ") == 2
+    assert "RLBoost with its code's constants" in row.note
 
 
 def test_parts_by_name_and_what_a_quick_run_leaves_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def _dense(profile: Profile, windows: list[Trace], quick: bool, ceiling: int, na
             "x",
             note=f"{ours.tokens_per_s / paper.tokens_per_s:.3f} if each one's own steps count",
         ),
+        Result(f"{name}: Penstock / RLBoost, tokens per dollar", ours.per_dollar / paper.per_dollar, "x"),
         Result(f"{name}: trainer waits, Penstock", ours.wait_share, "share", note=f"RLBoost {paper.wait_share:.2f}"),
     ]
     if gain(ours) < speed:
@@ -153,7 +154,7 @@ def _dense(profile: Profile, windows: list[Trace], quick: bool, ceiling: int, na
 
 
 def _all_there(profile: Profile, windows: list[Trace], most: int) -> Result:
-    """Whatever it costs. RLBoost's constants are its code's."""
+    """Whatever it costs."""
     total = {}
     for name in ("colocated", "rlboost", "penstock"):
         progress(f"{profile.name}: {name} with all machines")
@@ -167,7 +168,7 @@ def _all_there(profile: Profile, windows: list[Trace], most: int) -> Result:
         f"{profile.name}, all machines that are there: Penstock / RLBoost, throughput",
         same_work(ours.outcomes, paper.outcomes),
         "x",
-        note=f"{speeds} x colocated, {money} x its tokens per dollar",
+        note=f"{speeds} x colocated, {money} x its tokens per dollar; RLBoost with its code's constants",
     )
 
 

@@ -25,15 +25,13 @@ from dataclasses import dataclass, field
 
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report, ShortestQueue
 from penstock.rollout.curves import AnswerLengths, Speed, StepCurve, drain_s
-from penstock.rollout.step_replay import Engine, Plan, first_ones, limited
+from penstock.rollout.step_replay import NEARLY_ALL, Engine, Plan, first_ones, limited
 
 __all__ = ["Balanced"]
 
 PAIRS = 4
-"""Most and least loaded instances looked at for one answer, whose cost then does not grow with the fleet."""
-NEARLY_ALL = 0.9
-"""Share of the samples that are to be finished when the window ends: from then on the reserved engines leave the others
-next to nothing, and all of them are levelled."""
+"""Most and least loaded instances looked at for one answer, whose cost then does not grow with the fleet (but
+for `FEW_SAMPLES`)."""
 FEW_SAMPLES = 512
 """In all, of which each instance's end is worked out before any is moved: a single one may end last on a slow one."""
 FEW_PROMPTS = 4
@@ -207,6 +205,8 @@ class Balanced(ShortestQueue):
         samples = queue.first_fresh + queue.fresh
         if going < queue.waiting or samples > FEW_PROMPTS * len(loads) * queue.samples_per_prompt:
             return True
+        if not (self.lengths.known and queue.prompt_tokens):
+            return True
         tokens = self.lengths.left(0)
         if sum(self.memory(load.instance) for load in loads) < samples * (tokens + queue.prompt_tokens):
             # Some will wait for memory, of which a shared prompt leaves more.
@@ -318,6 +318,9 @@ class Balanced(ShortestQueue):
 
     def _ends(self, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]) -> dict[str, float]:
         """Seconds until each instance has finished what it holds; empty where that isn't cheap to say, or not known."""
+        if type(self).weight is not Balanced.weight:
+            # A user's own says what is level.
+            return {}
         if not self.lengths.known or sum(load.samples for load in loads) > FEW_SAMPLES:
             return {}
         found = {}

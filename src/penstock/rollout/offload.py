@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.rollout.curves import Speed
 from penstock.rollout.plan import search
-from penstock.rollout.step_replay import Engine, Plan, Training
+from penstock.rollout.step_replay import NEARLY_ALL, Engine, Plan, Training
 
 __all__ = ["Facts", "FixedWindow", "Learned", "Offload", "Predictor", "StepTimes", "Window", "WindowView"]
 
@@ -36,8 +36,7 @@ CORRECTION = 0.3
 REMOTE_COUNTS = 0.25
 """A second that remote instances wait more than planned, against one of the trainer's: they are the cheaper ones."""
 MOST_CORRECTION = 0.2
-"""Of the training time, or of the window where that is longer: more than that is not an error of the plan but a change
-of the fleet within the step."""
+"""Of the training time: more than that is not an error of the plan but a change of the fleet within the step."""
 STEADY = 0.05
 """Of its instances, by which a step's fleet may be off its rounded mean, on the mean over time: a step in which more
 came or went was several fleets', and its waits say nothing about that number."""
@@ -281,9 +280,10 @@ class Offload:
             self._note(fleet, before_s, times, 0.0, 0.0)
             return
         before_s = self.window_s(fleet)
-        early_s = max(0.0, times.remote_wait_s - plan.remote_wait_s)
+        # A window to the end does not wait for them: they may have been given next to nothing.
+        early_s = max(0.0, times.remote_wait_s - plan.remote_wait_s) if plan.finished < NEARLY_ALL else 0.0
         late_s = times.trainer_wait_s - plan.trainer_wait_s - REMOTE_COUNTS * early_s
-        bound = MOST_CORRECTION * max(times.train_s, plan.window_s)
+        bound = MOST_CORRECTION * times.train_s
         self.corrections[fleet] = max(-bound, min(bound, self.correction(fleet) + CORRECTION * late_s / 2))
         self._note(fleet, before_s, times, plan.trainer_wait_s, plan.remote_wait_s)
 

@@ -35,6 +35,8 @@ LEAST = 0.01
 TO_THE_END = ((Limits(), Limits()), (Limits(0.0, 0.0), Limits()))
 """Limits looked at where the reserved engines generate until all is there. Remote ones that are slower for each
 sequence may then better have next to none: a long answer that began there would end last."""
+LATE = (0.6, 0.75, 0.9)
+"""Windows looked at with all that the reserved engines take, as shares of all the generating."""
 WINDOWS = (0.1, 0.2, 0.3, 0.45, 0.65, 0.9, 1.2)
 """First looked at, as shares of the training time."""
 LONGER = 1.6
@@ -149,6 +151,9 @@ def search(
         for begin, end in REMOTE:
             for window_s in windows_s:
                 found = yield from looked((Limits(begin, end), Limits(*RESERVED[0])), window_s)
+            if whole_s > LONGER * WINDOWS[-1] * train_s:
+                for share in LATE:
+                    found = yield from looked((Limits(begin, end), Limits()), share * whole_s)
     else:
         found = yield from looked((near.remote, near.reserved), near.window_s)
         for share in (0.15, -0.15):
@@ -166,6 +171,8 @@ def search(
         for pair in REMOTE:
             for part in (1.0, 0.85):
                 found = yield from looked((Limits(*pair), Limits(*RESERVED[0])), part * window_s)
+                if window_s > WINDOWS[-1] * train_s:
+                    found = yield from looked((Limits(*pair), Limits()), part * window_s)
     if min(engine.starts_s for engine in remote) > found.window_s > 0:
         # Nobody could go on at the window's end: it may be better to wait for none of them.
         found = yield from looked((Limits(), Limits()), math.inf, [])
@@ -216,9 +223,14 @@ def _chances(rows: Sequence[Sequence[int]], prompts: int, count: int) -> list[li
 
 def _changed(limits: tuple[Limits, Limits], factors: Sequence[float]) -> tuple[Limits, Limits]:
     """Each of the four numbers multiplied."""
-    old = [limits[0].begin, limits[0].end, limits[1].begin, limits[1].end]
-    shares = [min(1.0, max(LEAST, share * factor)) for share, factor in zip(old, factors)]
-    return Limits(shares[0], shares[1]), Limits(shares[2], shares[3])
+
+    def side(old: Limits, begin: float, end: float) -> Limits:
+        if begin == end == 1.0:
+            # Next to nothing stays next to nothing.
+            return old
+        return Limits(*(min(1.0, max(LEAST, share)) for share in (old.begin * begin, old.end * end)))
+
+    return side(limits[0], *factors[:2]), side(limits[1], *factors[2:])
 
 
 def _loss_s(plan: Plan) -> float:

@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 
 from penstock.rollout.curves import Speed
 
-__all__ = ["ONE_BY_ONE", "Engine", "Limits", "Plan", "Training", "first_ones", "limited", "replay"]
+__all__ = ["NEARLY_ALL", "ONE_BY_ONE", "Engine", "Limits", "Plan", "Training", "first_ones", "limited", "replay"]
 
 SLIVER = 1e-3
 """Of a decode step, past the moment at which memory is full."""
 WAITING = 8
 """Samples that may wait at an engine whose memory is full."""
+NEARLY_ALL = 0.9
+"""Share of the samples that are to be finished when the window ends: from then on the reserved engines leave the others
+next to nothing, and all of them are levelled."""
 BUCKET = 64
 """Tokens between two entries in the table of what may be left of an answer."""
 
