@@ -90,13 +90,14 @@ def test_where_answers_take_longer_than_training_on_them_fast_engines_of_one_s_o
     assert plan.window_s > 3.0
 
 
-def test_a_long_window_may_end_before_all_is_generated_and_take_a_slow_engine_along() -> None:
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_long_window_may_end_before_all_is_generated_and_take_a_slow_engine_along(seed: int) -> None:
     """With next to nothing on the remote engine a choice looked good at first, and no step led away from it."""
-    source = random.Random(1)
-    groups = [[int(min(14000, source.lognormvariate(8.7, 0.6))) for _ in range(4)] for _ in range(32)]
-    slow = Engine(Speed(0.02, 6e-4, 5e-8, 1e-5), 64, memory=200_000.0)
-    fast = Engine(Speed(0.01, 3e-4, 2.5e-8, 1e-5), 64, memory=300_000.0)
-    training = replace(TRAINING, token_s=6e-5)
+    source = random.Random(seed)
+    groups = [[int(min(12000, source.lognormvariate(7.6, 0.8))) for _ in range(8)] for _ in range(32)]
+    fast = Engine(Speed(0.0095, 1.2e-4, 1e-7, 1.4e-4), 64)
+    slow = Engine(Speed(0.016, 2.4e-4, 2e-7, 2.9e-4), 64)
+    training = Training(150 / sum(map(sum, groups)), 16, 2.0, 2.0)
     plan = best_plan(groups, 512, [slow], [fast] * 2, training)
     whole_s = replay(groups, 512, [slow], [fast] * 2, training, (Limits(), Limits()), math.inf).window_s
     best = min(
@@ -104,7 +105,7 @@ def test_a_long_window_may_end_before_all_is_generated_and_take_a_slow_engine_al
         for width in (0.13, 0.25, 0.5, 1.0)
         for share in (0.5, 0.6, 0.7, 0.8, 0.9)
     )
-    assert plan.step_s <= 1.05 * best
+    assert plan.step_s <= 1.03 * best
 
 
 def test_what_remote_engines_idle_by_plan_does_not_shorten_a_window_to_the_end() -> None:

@@ -151,7 +151,7 @@ def search(
         for begin, end in REMOTE:
             for window_s in windows_s:
                 found = yield from looked((Limits(begin, end), Limits(*RESERVED[0])), window_s)
-            if whole_s > LONGER * WINDOWS[-1] * train_s:
+            if whole_s > WINDOWS[-1] * train_s:
                 for share in LATE:
                     found = yield from looked((Limits(begin, end), Limits()), share * whole_s)
     else:
