@@ -61,9 +61,10 @@ THOUGHT = 0.02
 processor more."""
 REPLAY_S = 1e-5
 """Of a processor, for each sample in a replay, about."""
-NARROWER = 0.01
-"""Share of a step that engines which are alone must gain by lower limits: what a replay does not have, the moves that
-level engines at the end, is worth as much, and samples that had to wait may turn out to be the longest."""
+CLEARLY = 0.01
+"""Share of a step by which some choices must be better: lower limits for engines that are alone, and reserved ones that
+take all they can in long windows. What a replay does not have, the moves that level engines at the end, is worth as
+much, and samples that had to wait may turn out to be the longest."""
 FEWEST = 3
 """Choices that are looked at however short steps are."""
 
@@ -139,7 +140,7 @@ def search(
 
     if not remote:
         for width in reversed(WIDTHS):
-            yield from looked((Limits(width, width), Limits(width, width)), 0.0, gain=NARROWER)
+            yield from looked((Limits(width, width), Limits(width, width)), 0.0, gain=CLEARLY)
         return
     if near is None:
         found = yield from looked((Limits(), Limits()), 0.0)
@@ -153,7 +154,7 @@ def search(
                 found = yield from looked((Limits(begin, end), Limits(*RESERVED[0])), window_s)
             if whole_s > WINDOWS[-1] * train_s:
                 for share in LATE:
-                    found = yield from looked((Limits(begin, end), Limits()), share * whole_s)
+                    found = yield from looked((Limits(begin, end), Limits()), share * whole_s, gain=CLEARLY)
     else:
         found = yield from looked((near.remote, near.reserved), near.window_s)
         for share in (0.15, -0.15):
@@ -172,7 +173,7 @@ def search(
             for part in (1.0, 0.85):
                 found = yield from looked((Limits(*pair), Limits(*RESERVED[0])), part * window_s)
                 if window_s > WINDOWS[-1] * train_s:
-                    found = yield from looked((Limits(*pair), Limits()), part * window_s)
+                    found = yield from looked((Limits(*pair), Limits()), part * window_s, gain=CLEARLY)
     if min(engine.starts_s for engine in remote) > found.window_s > 0:
         # Nobody could go on at the window's end: it may be better to wait for none of them.
         found = yield from looked((Limits(), Limits()), math.inf, [])
