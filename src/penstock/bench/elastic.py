@@ -46,7 +46,7 @@ ENOUGH_STEPS = 3
 """A window in which fewer steps end says more about where it was cut than about a policy."""
 
 
-NUMBERS = tuple(f"numbers-{model.removeprefix('qwen3-')}" for model in MODELS)
+NUMBERS = {f"numbers-{model.removeprefix('qwen3-')}": model for model in MODELS}
 PARTS = (*MODELS, *NUMBERS, "ablations", "traces", "static")
 """Each takes minutes, and can be run alone."""
 
@@ -59,7 +59,7 @@ def run_part(part: str, quick: bool) -> list[Result]:
     """One of `PARTS`; a quick run leaves the longest ones out."""
     if part == "static":
         return _static(quick)
-    if quick and part in (MODELS[-1], *NUMBERS[1:], "traces"):
+    if quick and part in (MODELS[-1], *list(NUMBERS)[1:], "traces"):
         return []
     folder = Path(os.environ.get("PENSTOCK_SPOT_TRACES", ""))
     p3 = folder / "bamboo" / "p3-trace.csv"
@@ -73,7 +73,7 @@ def run_part(part: str, quick: bool) -> list[Result]:
     if part == "ablations":
         return _ablations(shipped(ABLATED), windows)
     if part in NUMBERS:
-        profile, most = shipped(MODELS[NUMBERS.index(part)]), _most(windows)
+        profile, most = shipped(NUMBERS[part]), _most(windows)
         own = _dense(profile, windows, quick, most, f"{profile.name}, any number of machines")
         return [*own, _all_there(profile, windows, most)]
     profile = shipped(part)
@@ -89,7 +89,7 @@ def _dense(profile: Profile, windows: list[Trace], quick: bool, ceiling: int, na
     """One model on the densest windows, with so many spot machines at most: totals over them."""
 
     def total(strategy: str, tuning: Tuning | None = None) -> _Total:
-        return _Total(profile, [_on(profile, strategy, window, ceiling, tuning) for window in windows])
+        return _Total.of(profile, strategy, windows, ceiling, tuning)
 
     base, untuned, ours = (total(strategy) for strategy in ("colocated", "rlboost", "penstock"))
 
@@ -155,13 +155,8 @@ def _dense(profile: Profile, windows: list[Trace], quick: bool, ceiling: int, na
 
 def _all_there(profile: Profile, windows: list[Trace], most: int) -> Result:
     """Whatever it costs."""
-    total = {}
-    for name in ("colocated", "rlboost", "penstock"):
-        progress(f"{profile.name}: {name} with all machines")
-        made = [make_strategy(name, profile, machines=0 if name == "colocated" else most) for _ in windows]
-        runs = [simulate(profile, window, one, duration_s=WINDOW_S) for window, one in zip(windows, made, strict=True)]
-        total[name] = _Total(profile, runs)
-    base, paper, ours = total.values()
+    base = _Total.of(profile, "colocated", windows)
+    paper, ours = (_Total.of(profile, name, windows, machines=most) for name in ("rlboost", "penstock"))
     speeds = " and ".join(f"{one.tokens_per_s / base.tokens_per_s:.2f}" for one in (ours, paper))
     money = " and ".join(f"{one.per_dollar / base.per_dollar:.2f}" for one in (ours, paper))
     return Result(
@@ -175,17 +170,9 @@ def _all_there(profile: Profile, windows: list[Trace], most: int) -> Result:
 def _apart(profile: Profile, windows: list[Trace]) -> Result:
     """Disaggregated training, which has no target. Its machines are never taken away, and no window changes their
     number."""
-    base = _Total(profile, [_on(profile, "colocated", window, 0) for window in windows])
+    base = _Total.of(profile, "colocated", windows)
     on_demand = tune("disaggregated", profile, windows[0])
-    strategies = [make_strategy("disaggregated", profile, machines=on_demand.machines) for _ in windows]
-    apart = _Total(
-        profile,
-        [
-            simulate(profile, window, strategy, duration_s=WINDOW_S)
-            for window, strategy in zip(windows, strategies, strict=True)
-        ],
-        spot=False,
-    )
+    apart = _Total.of(profile, "disaggregated", windows, machines=on_demand.machines)
     return Result(
         f"{profile.name}: disaggregated / colocated, throughput",
         apart.tokens_per_s / base.tokens_per_s,
@@ -200,7 +187,7 @@ def _ablations(profile: Profile, windows: list[Trace]) -> list[Result]:
 
     def reached(name: str) -> float:
         progress(f"{profile.name}: {name}")
-        return _Total(profile, [_on(profile, name, window, fleet) for window in windows]).tokens_per_s
+        return _Total.of(profile, name, windows, fleet).tokens_per_s
 
     whole = {name: reached(name) for name in ("rlboost", "penstock")}
     notes = {"rlboost-no-seeding": "paper -19 %", "rlboost-forgetful": "paper -6 %, of its memory"}
@@ -265,9 +252,16 @@ def _static(quick: bool) -> list[Result]:
 
 
 def _on(
-    profile: Profile, name: str, window: Trace, ceiling: int, tuning: Tuning | None = None, seed: int = 0
+    profile: Profile,
+    name: str,
+    window: Trace,
+    ceiling: int = 0,
+    tuning: Tuning | None = None,
+    seed: int = 0,
+    machines: int | None = None,
 ) -> Outcome:
-    strategy = make_strategy(name, profile, ceiling=ceiling, tuning=tuning)
+    """`machines` fixes the number of remote ones, and else `ceiling` bounds it."""
+    strategy = make_strategy(name, profile, machines=machines, ceiling=ceiling, tuning=tuning)
     return simulate(profile, window, strategy, duration_s=WINDOW_S, seed=seed)
 
 
@@ -286,6 +280,20 @@ def same_work(ours: Sequence[Outcome], others: Sequence[Outcome]) -> float:
 
 class _Total:
     """Several runs of one strategy as one."""
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        name: str,
+        windows: list[Trace],
+        ceiling: int = 0,
+        tuning: Tuning | None = None,
+        machines: int | None = None,
+    ) -> _Total:
+        """A run on each window."""
+        runs = [_on(profile, name, window, ceiling, tuning, machines=machines) for window in windows]
+        return cls(profile, runs, spot=name != "disaggregated")
 
     def __init__(self, profile: Profile, outcomes: list[Outcome], spot: bool = True) -> None:
         self.outcomes = outcomes
