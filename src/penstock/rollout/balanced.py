@@ -243,9 +243,8 @@ class Balanced(ShortestQueue):
             return self._later_ones(loads, placed)
         if waiting or len(loads) < 2:
             return []
-        planned = self.plan is not None and self._elapsed_s is not None
-        both = len({load.reserved for load in loads}) > 1 and all(load.samples for load in loads)
-        if planned and both and self.plan is not None and self.plan.finished < NEARLY_ALL:
+        hands_over = self.plan is not None and self._elapsed_s is not None and self.plan.finished < NEARLY_ALL
+        if hands_over and len({load.reserved for load in loads}) > 1 and all(load.samples for load in loads):
             # Unequal on purpose: what the reserved engines hold when they turn to training goes to the others then.
             return self._move_pending(loads, placed)
         found = self._move_pending(loads, placed)

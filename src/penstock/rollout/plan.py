@@ -102,6 +102,8 @@ def search(
     in between. A choice is replayed `CHANCES` times, for steps that might as well have been: what is best for the very
     answers of one step is worth less in the next."""
     train_s = training.token_s * sum(sum(row) + prompt_tokens * len(row) for row in groups)
+    usual_s = WINDOWS[-1] * train_s
+    """Longer windows are for steps whose generating outlasts their training."""
     rows = [*groups, *earlier]
     samples = sum(len(row) for row in groups)
     # A step is no shorter than its training, however short the last one was.
@@ -148,11 +150,11 @@ def search(
         if reserved:
             for limits in TO_THE_END:
                 found = yield from looked(limits, math.inf)
-            windows_s += _longer(windows_s[-1], whole_s)
+            windows_s += _longer(usual_s, whole_s)
         for begin, end in REMOTE:
             for window_s in windows_s:
                 found = yield from looked((Limits(begin, end), Limits(*RESERVED[0])), window_s)
-            if whole_s > WINDOWS[-1] * train_s:
+            if whole_s > usual_s:
                 for share in LATE:
                     found = yield from looked((Limits(begin, end), Limits()), share * whole_s, gain=CLEARLY)
     else:
@@ -165,14 +167,14 @@ def search(
             # From a valley of short windows single steps don't lead to that of long ones.
             for limits in TO_THE_END:
                 found = yield from looked(limits, math.inf)
-            for window_s in _longer(max(found.window_s, WINDOWS[-1] * train_s), whole_s):
+            for window_s in _longer(max(found.window_s, usual_s), whole_s):
                 found = yield from looked((found.remote, found.reserved), window_s)
         # Each shape has a valley of its own; lengths and fleets decide which is deepest.
         window_s = found.window_s
         for pair in REMOTE:
             for part in (1.0, 0.85):
                 found = yield from looked((Limits(*pair), Limits(*RESERVED[0])), part * window_s)
-                if window_s > WINDOWS[-1] * train_s:
+                if window_s > usual_s:
                     found = yield from looked((Limits(*pair), Limits()), part * window_s, gain=CLEARLY)
     if min(engine.starts_s for engine in remote) > found.window_s > 0:
         # Nobody could go on at the window's end: it may be better to wait for none of them.
