@@ -105,16 +105,18 @@ class _Counting(Balanced):
         return 1.0
 
 
-def test_what_is_level_may_be_said_by_a_policy_of_one_s_own() -> None:
+@pytest.mark.parametrize(("kind", "moved"), [(_Counting, False), (Balanced, True)])
+def test_what_is_level_may_be_said_by_a_policy_of_one_s_own(kind: type[Balanced], moved: bool) -> None:
     held = {"i0": rows(1, 12), "i1": rows(100, 12)}
-    policy = _Counting(4)
+    policy = kind(4)
     for k in range(40):
-        for name, base_s in (("i0", 0.05), ("i1", 0.01)):
-            policy.report(Report(name, 10 * base_s, 1 + k % 7, 0.0, 10 + 10 * (k % 7), 0))
+        running = 1 + k * 7 % 40
+        for name, sequence_s in (("i0", 0.01), ("i1", 0.001)):
+            policy.report(Report(name, 10 * (0.001 + sequence_s * running), running, 0.0, 10 * running, 0))
         policy.finished(k // 4, 400)
     policy.batch_ended()
     loads = [InstanceLoad("i0", 12, 32), InstanceLoad("i1", 12, 32)]
-    assert policy.moves(0, loads, held.__getitem__) == []
+    assert bool(policy.moves(0, loads, held.__getitem__)) is moved
 
 
 @pytest.mark.parametrize(("finished", "moved"), [(0.5, False), (0.95, True)])
