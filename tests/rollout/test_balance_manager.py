@@ -28,6 +28,11 @@ class Restless(ShortestQueue):
         self.batches = 0
         self.lost: list[str] = []
         self.seen: list[PlacedSample] = []
+        self.queues: list[Queue] = []
+
+    def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
+        self.queues.append(queue)
+        return super().assign(queue, loads)
 
     def moves(
         self, waiting: int, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
@@ -89,6 +94,12 @@ def test_whatever_is_moved_every_sample_ends_once_with_the_same_tokens(rounds: l
             assert (got.token_ids, got.logprobs, got.finish) == (ids, logprobs, finish)
     assert len(policy.lengths) == 18
     assert policy.batches == 1
+
+
+def test_a_policy_is_told_how_long_a_batch_s_prompts_are() -> None:
+    world, policy, _ = restless_world(2)
+    world.trainer(submit(prompts=[[1, 2], [3], [4, 5, 6]], samples_per_prompt=2))
+    assert {queue.prompt_tokens for queue in policy.queues if queue.waiting} == {2.0}
 
 
 def test_a_moved_sample_goes_on_from_its_last_token_and_is_told_as_moved() -> None:
