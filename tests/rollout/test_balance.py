@@ -58,4 +58,4 @@ def test_the_first_to_hold_a_version_leaves_the_others_their_share() -> None:
     assert policy.assign(Queue(fresh=30, coming=2), later) == [1] * 10
     unlike = [InstanceLoad("a", 0, 64), InstanceLoad("b", 0, 32)]
     picks = policy.assign(Queue(fresh=40, coming=2), unlike)
-    assert (picks.count(0), picks.count(1)) == (14, 7)
+    assert (picks.count(0), picks.count(1)) == (12, 6), "those that come are taken to be like the best"

@@ -120,6 +120,19 @@ def test_a_moved_sample_goes_on_from_its_last_token_and_is_told_as_moved() -> No
     assert sorted(row.moves for row in policy.seen) == [0, 1]
 
 
+def test_what_was_moved_while_it_waited_is_counted_apart_from_what_ran() -> None:
+    world, policy, _ = restless_world(0)
+    for k in range(2):
+        world.join_ready(f"engine-{k}", max_running=1)
+    world.trainer(submit(samples_per_prompt=4, max_new_tokens=40))
+    policy.wishes = [(0, 1, 1)]
+    world.pass_time(1.5)
+    assert [row.running for row in policy.seen] == [True, False]
+    policy.wishes = [(1, 0, 1)]
+    world.pass_time(1.5)
+    assert sorted((row.moves, row.shifts) for row in policy.seen) == [(0, 0), (0, 0), (0, 1)]
+
+
 def test_moves_are_asked_for_no_more_than_once_a_second() -> None:
     world, policy, _ = restless_world(2)
     world.trainer(submit(samples_per_prompt=4, max_new_tokens=40))

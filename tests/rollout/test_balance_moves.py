@@ -31,8 +31,10 @@ def learned(max_pending: int = 4, **options: float) -> Balanced:
     return policy
 
 
-def rows(first: int, count: int, tokens: int = 50, running: bool = True, moves: int = 0) -> list[PlacedSample]:
-    return [PlacedSample(first + k, tokens, 64 + tokens, running, moves) for k in range(count)]
+def rows(
+    first: int, count: int, tokens: int = 50, running: bool = True, moves: int = 0, shifts: int = 0
+) -> list[PlacedSample]:
+    return [PlacedSample(first + k, tokens, 64 + tokens, running, moves, -1, shifts) for k in range(count)]
 
 
 def test_running_samples_move_to_an_idle_instance_and_not_the_other_way() -> None:
@@ -177,11 +179,11 @@ def test_a_sample_is_moved_by_choice_no_more_than_allowed() -> None:
 
 def test_a_sample_that_waits_goes_where_there_is_a_place_however_often_it_was_moved() -> None:
     """Else what a full memory keeps putting back ends a step alone, beside machines with nothing to do."""
-    held = {"i0": rows(1, 8) + rows(50, 4, running=False, moves=5), "i1": rows(100, 2)}
+    held = {"i0": rows(1, 8) + rows(50, 4, running=False, shifts=5), "i1": rows(100, 2)}
     loads = [InstanceLoad("i0", 12, 8, pending=4), InstanceLoad("i1", 2, 8)]
     assert {move.lease for move in learned(max_moves=3).moves(0, loads, held.__getitem__)} == {50, 51, 52, 53}
     assert learned(max_moves=0).moves(0, loads, held.__getitem__) == []
-    held["i0"] = rows(1, 8) + rows(50, 4, running=False, moves=24)
+    held["i0"] = rows(1, 8) + rows(50, 4, running=False, shifts=24)
     assert learned(max_moves=3).moves(0, loads, held.__getitem__) == [], "but not for ever"
 
 

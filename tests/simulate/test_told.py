@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -28,7 +29,7 @@ class Noted(ShortestQueue):
         self.ordered: list[list[int]] = []
         self.lost: list[str] = []
         self.waiting: list[int] = []
-        self.moved: list[int] = []
+        self.moved: list[tuple[bool, int, int]] = []
         """How often the one to be moved had been before, as shown."""
 
     def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
@@ -52,8 +53,8 @@ class Noted(ShortestQueue):
         rows = [(row, at) for at in (0, 1) for row in placed(loads[at].instance)]
         if not rows:
             return []
-        row, at = max(rows, key=lambda found: found[0].moves)
-        self.moved.append(row.moves)
+        row, at = max(rows, key=lambda found: found[0].moves + found[0].shifts)
+        self.moved.append((row.running, row.moves, row.shifts))
         return [Move(loads[at].instance, row.lease, loads[1 - at].instance)]
 
 
@@ -105,7 +106,10 @@ def test_a_load_says_who_waits_at_a_machine_and_a_queue_who_waits_for_one() -> N
 def test_a_sample_that_was_moved_is_shown_with_how_often_and_the_step_counts_all() -> None:
     policy = Noted(mover=True)
     outcome = world_of(policy).run(steps=1)
-    assert policy.moved[:3] == [0, 1, 2]
+    assert [moves + shifts for _, moves, shifts in policy.moved[:3]] == [0, 1, 2]
+    for (ran, *before), (_, *after) in itertools.pairwise(policy.moved[:3]):
+        assert after == [before[0] + ran, before[1] + (not ran)]
+    assert {ran for ran, *_ in policy.moved} == {True, False}
     assert outcome.steps[0].moves == len(policy.moved)
 
 

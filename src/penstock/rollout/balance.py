@@ -99,9 +99,11 @@ class PlacedSample:
     running: bool
     """False: it waits there for a place."""
     moves: int = 0
-    """Times it was moved by choice before."""
+    """Times it was moved by choice while it ran."""
     prompt: int = -1
     """Row of its prompt in its batch."""
+    shifts: int = 0
+    """Times it was moved by choice while it waited for a place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,10 @@ class ShortestQueue:
         """Samples of an equal load: a machine with twice as much is given twice as many."""
         return load.max_running
 
+    def handicap(self, load: InstanceLoad) -> float:
+        """Samples that an instance counts as holding beside those it has, when others are dealt."""
+        return 0.0
+
     def _level(self, index: int, loads: Sequence[InstanceLoad]) -> bool:
         """Whether one more on an instance starts at once, and leaves it within `NEAR` of its share of all there is."""
         load = loads[index]
@@ -251,12 +257,13 @@ class ShortestQueue:
         rooms = [self.room(load) for load in loads]
         if not _are_numbers(rooms):
             raise PolicyError(f"{type(self).__qualname__}.room gave {rooms}; each must be a number")
-        picks = _deal(moved, held, weights, rooms) if moved else []
+        handicaps = [self.handicap(load) for load in loads]
+        picks = _deal(moved, held, weights, rooms, handicaps) if moved else []
         if len(picks) < moved:
             return picks
         if queue.coming and loads:
-            rooms = _shared(rooms, held, weights, queue)
-        return picks + _deal(fresh, held, weights, rooms)
+            rooms = _shared(rooms, held, weights, handicaps, queue)
+        return picks + _deal(fresh, held, weights, rooms, handicaps)
 
 
 def _are_numbers(values: Sequence[float]) -> bool:
@@ -266,8 +273,10 @@ def _are_numbers(values: Sequence[float]) -> bool:
         return False
 
 
-def _shared(rooms: Sequence[int], held: Sequence[int], weights: Sequence[float], queue: Queue) -> list[int]:
-    """Rooms no larger than an instance's share of all work once those that are coming, like the mean, are there.
+def _shared(
+    rooms: Sequence[int], held: Sequence[int], weights: Sequence[float], handicaps: Sequence[float], queue: Queue
+) -> list[int]:
+    """Rooms no larger than an instance's share of all work once those that are coming, like the best, are there.
 
     Without this the first instance to hold a version takes a small batch whole, and the others find nothing. Who has
     been coming for so long may well take as long again. By then the rest of the batch, at the pace of what has ended,
@@ -276,8 +285,20 @@ def _shared(rooms: Sequence[int], held: Sequence[int], weights: Sequence[float],
     all_of_it = sum(held) + queue.fresh
     here, coming = len(weights), queue.coming
     rest = 1 - (here + coming) * queue.finished / max(1, here * all_of_it + coming * queue.finished)
-    total = sum(weights) * (1 + coming * max(0.0, rest) / here)
-    return [min(room, max(1, -int(-all_of_it * weight // total))) for room, weight in zip(rooms, weights)]
+    others = coming * max(0.0, rest) * max(weights)
+    some = list(range(here))
+    while True:
+        # With their handicaps all come to the same for their weight; who would have less than nothing has nothing.
+        level = all_of_it + sum(handicaps[k] for k in some)
+        total = sum(weights[k] for k in some) + others
+        fewer = [k for k in some if level * weights[k] > handicaps[k] * total]
+        if len(fewer) == len(some):
+            break
+        some = fewer
+    shares = [0] * here
+    for k in some:
+        shares[k] = max(1, -int((handicaps[k] * total - level * weights[k]) // total))
+    return [min(room, share) for room, share in zip(rooms, shares)]
 
 
 def load_policy(path: str, **options: object) -> BalancePolicy:
@@ -334,9 +355,11 @@ def _most_first(left: dict[int, int]) -> list[tuple[int, int]]:
     return order
 
 
-def _deal(waiting: int, held: list[int], weights: Sequence[float], rooms: Sequence[int]) -> list[int]:
+def _deal(
+    waiting: int, held: list[int], weights: Sequence[float], rooms: Sequence[int], handicaps: Sequence[float]
+) -> list[int]:
     """Indices of instances, each next sample to the one with the fewest for its weight; counts them into `held`."""
-    heap = [(held[k] / weights[k], k) for k in range(len(held)) if held[k] < rooms[k]]
+    heap = [((held[k] + handicaps[k]) / weights[k], k) for k in range(len(held)) if held[k] < rooms[k]]
     heapq.heapify(heap)
     picks: list[int] = []
     while heap and len(picks) < waiting:
@@ -344,7 +367,7 @@ def _deal(waiting: int, held: list[int], weights: Sequence[float], rooms: Sequen
         picks.append(index)
         held[index] += 1
         if held[index] < rooms[index]:
-            heapq.heapreplace(heap, (held[index] / weights[index], index))
+            heapq.heapreplace(heap, ((held[index] + handicaps[index]) / weights[index], index))
         else:
             heapq.heappop(heap)
     return picks

@@ -3,7 +3,8 @@
 Four decisions on top of the shortest queue:
 
 - An instance's share follows its learned speed, so that unequal machines end together, and its room follows the context
-  that it was seen to hold when its memory was full, which it often is before `max_running` is.
+  that it was seen to hold when its memory was full, which it often is before `max_running` is. Where a plan holds, its
+  limits are the fastest instance's; a slower one is given less, or nothing where answers would end last (`unequal`).
 - Nothing waits at the manager, and an instance has a free place while another has samples waiting: those move. They
   have cost nothing yet.
 - The reserved instances have handed over what they had: running samples of prompts with more expected to come than of
@@ -11,7 +12,7 @@ Four decisions on top of the shortest queue:
 - Nothing waits anywhere, and one instance would finish much later than another: running samples move, those with the
   longest expected remainder first, if the later of the two then ends earlier by more than a margin and by more than the
   time between two reports, the prefill of what is moved counted at its learned price. A sample that runs is moved by
-  choice at most `max_moves` times.
+  choice at most `max_moves` times, but for moves that halve what is left.
 
 Until speeds are learned it is the shortest queue.
 """
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report, ShortestQueue
 from penstock.rollout.curves import AnswerLengths, Speed, StepCurve, drain_s
 from penstock.rollout.step_replay import NEARLY_ALL, Engine, Plan, first_ones, limited
+from penstock.rollout.unequal import ALIKE, Beside, compared
 
 __all__ = ["Balanced"]
 
@@ -41,11 +43,18 @@ LONG_ANSWERS = 4.0
 WAITING = 8
 """So many times as often as one that runs, a sample that waits is moved: it pays no prefill that it would not pay where
 it is."""
+HALVES = 0.5
+"""Of the time to the later end, by which a move is made however often a sample was moved: a fast instance is idle, and
+what a slow one holds would last. Who gains that much time and again soon has nothing left to gain."""
+FASTEST = Beside()
 LATELY = 0.1
 """Weight of the newest report in a running mean over the fleet's."""
 GOLDEN = 0x9E3779B97F4A7C15
 """The golden ratio's fraction in 64 bits: its multiples lie evenly (Knuth's Fibonacci hashing). Leases have an epoch in
 their upper bits, of which floating point would leave nothing."""
+
+_Held = tuple[float, float, int, int]
+"""A sample on an instance: expected tokens left, context now, lease, moves."""
 
 
 @dataclass
@@ -82,6 +91,8 @@ class Balanced(ShortestQueue):
     _windows: bool = False
     """Reserved instances generate, or did until just now."""
     _per_prompt: int = 1
+    _beside: dict[str, Beside] = field(default_factory=dict)
+    """Each instance beside the fastest one of its kind, at the last question."""
     _weights: dict[str, float] = field(default_factory=dict)
     """Worked out since the last report of each."""
 
@@ -184,6 +195,7 @@ class Balanced(ShortestQueue):
         if self.plan is not None and queue.elapsed_s is not None:
             at = queue.elapsed_s, self.plan.window_s
             self._shares = (self.plan.remote.share(*at), self.plan.reserved.share(*at))
+            self._compare(loads, queue.prompt_tokens)
         return super().assign(queue, loads)
 
     def _note(self, load: InstanceLoad) -> None:
@@ -194,10 +206,35 @@ class Balanced(ShortestQueue):
     def room(self, load: InstanceLoad) -> int:
         if self._shares is not None:
             # What fits its memory was replayed, and is not guessed again.
-            return min(super().room(load), limited(load.max_running, self._shares[load.reserved]))
+            return min(super().room(load), self._limit(load))
         if load.pending:
             return super().room(load)
         return self.places(load) + self.max_pending
+
+    def handicap(self, load: InstanceLoad) -> float:
+        return self._beside_of(load.instance).handicap
+
+    def _limit(self, load: InstanceLoad) -> int:
+        """Samples that an instance may hold by the plan."""
+        assert self._shares is not None
+        return self._beside_of(load.instance).samples(limited(load.max_running, self._shares[load.reserved]))
+
+    def _beside_of(self, instance: str) -> Beside:
+        return self._beside.get(instance, FASTEST)
+
+    def _compare(self, loads: Sequence[InstanceLoad], prompt_tokens: float) -> None:
+        """Instances of each kind with one another; not those of which too little is known."""
+        self._beside.clear()
+        context = self.lengths.mean_progress + prompt_tokens
+        for kind in (True, False):
+            names: list[str] = []
+            engines: list[tuple[Speed, int, float]] = []
+            for load in loads:
+                speed = self.speed(load.instance) if load.reserved is kind else None
+                if speed is not None:
+                    names.append(load.instance)
+                    engines.append((speed, load.max_running, self.memory(load.instance)))
+            self._beside.update(zip(names, compared(engines, context)))
 
     def together(self, queue: Queue, going: int, loads: Sequence[InstanceLoad]) -> bool:
         """Not where nobody is left to level instances with later: most of a prompt's answers are long or short, and of
@@ -281,9 +318,13 @@ class Balanced(ShortestQueue):
             if not load.pending or total <= 0:
                 break
             for sample in placed(load.instance):
-                if sample.running or sample.moves >= WAITING * self.max_moves or total <= 0:
+                if sample.running or sample.shifts >= WAITING * self.max_moves or total <= 0:
                     continue
                 target = max(free, key=lambda name: free[name])
+                slower = self._beside_of(target).slower
+                if sample.moves and slower > ALIKE * self._beside_of(load.instance).slower:
+                    # It ran there, and waits by choice where it would end sooner.
+                    continue
                 found.append(Move(load.instance, sample.lease, target))
                 free[target] -= 1
                 total -= 1
@@ -292,7 +333,7 @@ class Balanced(ShortestQueue):
     def _most(self, load: InstanceLoad) -> int:
         """Samples that an instance may run, by its memory and by the plan."""
         places = self.places(load)
-        return places if self._shares is None else min(places, limited(load.max_running, self._shares[load.reserved]))
+        return places if self._shares is None else min(places, self._limit(load))
 
     def _move_running(
         self, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]
@@ -301,7 +342,7 @@ class Balanced(ShortestQueue):
             return []
         ends_s = self._ends(loads, placed)
         keys = ends_s or {load.instance: load.samples / self.weight(load) for load in loads}
-        ordered = sorted(loads, key=lambda load: keys[load.instance])
+        ordered = sorted(loads, key=lambda load: (keys[load.instance], -self.weight(load)))
         targets, sources = ordered[:PAIRS], ordered[::-1][:PAIRS]
         found: list[Move] = []
         used: set[str] = set()
@@ -341,42 +382,52 @@ class Balanced(ShortestQueue):
         if fast is None or slow is None:
             return []
         here, there = self._held(placed(source.instance)), self._held(placed(target.instance))
-        # Longest remainder first; what may not move again stays.
+        # Longest remainder first.
         here.sort(key=lambda held: (-held[0], held[2]))
-        movable = [held for held in here if held[3] < self.max_moves]
         before = max(self._drain(slow, source, here), self._drain(fast, target, there))
-        best, best_s = 0, min(before * (1 - self.gain), before - self._report_s)
-        count = 1
-        while count <= len(movable):
-            chosen = {held[2] for held in movable[:count]}
-            stays = [held for held in here if held[2] not in chosen]
-            goes = there + movable[:count]
-            prefill = sum(held[1] for held in movable[:count])
-            after = max(self._drain(slow, source, stays), self._drain(fast, target, goes, prefill))
-            if after < best_s:
-                best, best_s = count, after
-            count = max(count + 1, count * 3 // 2)
-        return [held[2] for held in movable[:best]]
 
-    def _held(self, samples: Sequence[PlacedSample]) -> list[tuple[float, float, int, int]]:
-        """(expected tokens left, context now, lease, moves). Each sample has a quantile of its own, always the same.
+        def chosen(movable: list[_Held], gain: float) -> list[int]:
+            best, best_s = 0, min(before * (1 - gain), before - self._report_s)
+            count = 1
+            while count <= len(movable):
+                going = {held[2] for held in movable[:count]}
+                stays = [held for held in here if held[2] not in going]
+                goes = there + movable[:count]
+                prefill = sum(held[1] for held in movable[:count])
+                after = max(self._drain(slow, source, stays), self._drain(fast, target, goes, prefill))
+                if after < best_s:
+                    best, best_s = count, after
+                count = max(count + 1, count * 3 // 2)
+            return [held[2] for held in movable[:best]]
+
+        found = chosen([held for held in here if held[3] < self.max_moves], self.gain)
+        return found or (chosen(here, HALVES) if self.max_moves else [])
+
+    def _held(self, samples: Sequence[PlacedSample]) -> list[_Held]:
+        """What an instance holds is taken to be as long as answers that came so far are, the shortest of them to the
+        longest, dealt in an order that has nothing to do with lengths.
 
         Before any length is known, what has come so far is taken to go on for as long again.
         """
-        known = self.lengths.known
+        if not self.lengths.known:
+            return [
+                (float(max(1, sample.output_tokens)), float(sample.context_tokens), sample.lease, sample.moves)
+                for sample in samples
+            ]
+        mixed = sorted(samples, key=lambda sample: sample.lease * GOLDEN % 2**64)
         return [
             (
-                self.lengths.left_at(sample.output_tokens, (sample.lease * GOLDEN % 2**64) / 2**64)
-                if known
-                else float(max(1, sample.output_tokens)),
+                self.lengths.left_at(sample.output_tokens, (rank + 0.5) / len(mixed)),
                 float(sample.context_tokens),
                 sample.lease,
                 sample.moves,
             )
-            for sample in samples
+            for rank, sample in enumerate(mixed)
         ]
 
-    def _drain(
-        self, speed: Speed, load: InstanceLoad, held: Sequence[tuple[float, float, int, int]], prefill: float = 0.0
-    ) -> float:
-        return drain_s(speed, self.places(load), [(left, context) for left, context, _, _ in held], prefill)
+    def _drain(self, speed: Speed, load: InstanceLoad, held: Sequence[_Held], prefill: float = 0.0) -> float:
+        memory, places = self.memory(load.instance), load.max_running
+        if held and memory < math.inf:
+            mean = sum(context + left / 2 for left, context, _, _ in held) / len(held)
+            places = int(max(1.0, min(places, memory / max(1.0, mean))))
+        return drain_s(speed, places, [(left, context) for left, context, _, _ in held], prefill)

@@ -43,6 +43,10 @@ class Balancing:
         self._log = log
         self._beats: dict[str, _Beat] = {}
         self._moves_by_choice: dict[TrackedSample, int] = {}
+        self._shifts: dict[TrackedSample, int] = {}
+        """Of those that waited for a place."""
+        self._waited: set[TrackedSample] = set()
+        """Of those that the policy was shown last."""
         self._moves_in = ""
         """The batch that they were counted in; one at a time is moved about."""
         self._moved_at = float("-inf")
@@ -81,6 +85,7 @@ class Balancing:
         ended: dict[str, Batch] = {}
         for sample in samples:
             self._moves_by_choice.pop(sample, None)
+            self._shifts.pop(sample, None)
             if not sample.cause:
                 tell(self.policy, "finished", sample.prompt, sample.length)
                 self._log.finished(sample)
@@ -158,12 +163,15 @@ class Balancing:
         self._moved_at = now
         if batch.name != self._moves_in:
             self._moves_by_choice.clear()
+            self._shifts.clear()
             self._moves_in = batch.name
+        self._waited.clear()
         return ask_moves(self.policy, batch.waiting, loads, lambda instance: self._placed(instance, batch, loads))
 
     def moved(self, sample: TrackedSample) -> None:
         """A sample was moved by choice."""
-        self._moves_by_choice[sample] = self._moves_by_choice.get(sample, 0) + 1
+        counts = self._shifts if sample in self._waited else self._moves_by_choice
+        counts[sample] = counts.get(sample, 0) + 1
 
     def _placed(self, instance: str, batch: Batch, loads: Sequence[InstanceLoad]) -> list[PlacedSample]:
         load = next(load for load in loads if load.instance == instance)
@@ -173,8 +181,12 @@ class Balancing:
             if sample.batch is batch:
                 prompt = len(batch.prompt_bytes(sample.prompt)) // 4
                 running = sample.length > sample.placed_length or position < places
-                moves = self._moves_by_choice.get(sample, 0)
+                if not running:
+                    self._waited.add(sample)
+                moves, shifts = self._moves_by_choice.get(sample, 0), self._shifts.get(sample, 0)
                 rows.append(
-                    PlacedSample(sample.lease, sample.length, prompt + sample.length, running, moves, sample.prompt)
+                    PlacedSample(
+                        sample.lease, sample.length, prompt + sample.length, running, moves, sample.prompt, shifts
+                    )
                 )
         return rows

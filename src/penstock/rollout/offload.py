@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.rollout.curves import Speed
 from penstock.rollout.plan import search
-from penstock.rollout.step_replay import NEARLY_ALL, Engine, Plan, Training
+from penstock.rollout.step_replay import NEARLY_ALL, Engine, Plan, Training, fastest_first
 
 __all__ = ["Facts", "FixedWindow", "Learned", "Offload", "Predictor", "StepTimes", "Window", "WindowView"]
 
@@ -313,10 +313,11 @@ class Offload:
         facts, plans = self.facts, dict(self.plans)
         if facts is None or not (facts.remote or facts.reserved):
             return None
-        like = (facts.remote or facts.reserved)[0]
+        # The slow ones have the least to do, and are released first.
+        like = fastest_first(facts.remote, facts.prompt_tokens, facts.groups) or facts.reserved[:1]
 
         def predicted(instances: int) -> Generator[None, None, float | None]:
-            remote, near = [like] * instances, plans.get(instances)
+            remote, near = [like[k % len(like)] for k in range(instances)], plans.get(instances)
             if not (remote or facts.reserved):
                 return None
             step_s: float | None = None

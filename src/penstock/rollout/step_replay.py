@@ -1,7 +1,9 @@
 """One way to run a step, worked out in advance: answers of given lengths, replayed on machines of known speeds.
 
-The trainer takes complete groups alone; engines have `Limits` that change over the window; when that ends, what the
-reserved engines hold goes on elsewhere. A replay costs a few microseconds a sample. Which ways are tried: `plan`.
+The trainer takes complete groups alone; engines have `Limits` that change over the window, slower ones narrower limits
+(`unequal`); when the window ends, what the reserved engines hold goes on elsewhere. Where engines differ in speed,
+running samples go from slow ones to faster ones once nothing waits. A replay costs a few microseconds a sample. Which
+ways are tried: `plan`.
 Refuses to know instances, samples and clocks.
 """
 
@@ -14,8 +16,20 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from penstock.rollout.curves import Speed
+from penstock.rollout.unequal import Beside, compared
 
-__all__ = ["NEARLY_ALL", "ONE_BY_ONE", "Engine", "Limits", "Plan", "Training", "first_ones", "limited", "replay"]
+__all__ = [
+    "NEARLY_ALL",
+    "ONE_BY_ONE",
+    "Engine",
+    "Limits",
+    "Plan",
+    "Training",
+    "fastest_first",
+    "first_ones",
+    "limited",
+    "replay",
+]
 
 SLIVER = 1e-3
 """Of a decode step, past the moment at which memory is full."""
@@ -24,6 +38,8 @@ WAITING = 8
 NEARLY_ALL = 0.9
 """Share of the samples that are to be finished when the window ends: from then on the reserved engines leave the others
 next to nothing, and all of them are levelled."""
+LEVEL = 0.92
+"""A sample moves to an engine whose pace is then less than this times that of the one it leaves."""
 BUCKET = 64
 """Tokens between two entries in the table of what may be left of an answer."""
 
@@ -113,6 +129,7 @@ class _Running:
     at_s: float
     limits: Limits
     window_s: float
+    beside: Beside
     steps: float = 0.0
     context: float = 0.0
     ends: list[tuple[float, int, float, int]] = field(default_factory=list)
@@ -152,7 +169,17 @@ class _Running:
 
     def limit(self) -> int:
         """Samples that it may hold now."""
-        return self.limits.samples(self.engine.places, self.at_s, self.window_s)
+        return self.beside.samples(self.limits.samples(self.engine.places, self.at_s, self.window_s))
+
+    @property
+    def load(self) -> float:
+        """What it holds, for its speed."""
+        return self.beside.load(self.held)
+
+    def pace_s(self, more: int = 0) -> float:
+        """Seconds of a decode step, with so many more sequences like its own."""
+        count = len(self.ends)
+        return self.engine.speed.step_s(count + more, self.context * (count + more) / max(1, count))
 
     def give(self, left: float, group: int, full: float) -> None:
         """`full`: context at its end."""
@@ -185,6 +212,15 @@ class _Running:
             return False
         return self.context + sequence[2] - sequence[0] + self.engine.reserve * (count + 1) <= self.engine.memory
 
+    def take_youngest(self) -> tuple[float, int, float]:
+        """Takes away the running sequence that has come least far, of which most is to be expected."""
+        youngest = min(self.ends, key=lambda end: end[2] - end[0])
+        self.ends.remove(youngest)
+        heapq.heapify(self.ends)
+        left = max(0.0, youngest[0] - self.steps)
+        self.context = max(0.0, self.context - youngest[2] + left) if self.ends else 0.0
+        return left, youngest[1], youngest[2]
+
     def rows(self) -> list[tuple[float, int, float]]:
         """What it holds, as (tokens left, group, prompt and full length)."""
         return [(max(0.0, end - self.steps), group, full) for end, group, full, _ in self.ends] + list(self.pending)
@@ -210,82 +246,167 @@ def replay(
 
     The reserved engines generate until `window_s`, or to the end where there is no remote engine.
     """
-    if not remote:
-        window_s = math.inf
-    waiting = deque(
-        (float(length), group, prompt_tokens + length) for group, row in enumerate(groups) for length in row
-    )
-    moved: deque[tuple[float, int, float]] = deque()
-    engines = [_Running(engine, True, engine.starts_s, limits[0], window_s) for engine in remote]
-    if window_s > 0:
-        engines += [_Running(engine, False, engine.starts_s, limits[1], window_s) for engine in reserved]
-    missing = [len(row) for row in groups]
-    complete: list[tuple[float, int]] = []
-    ended: list[tuple[float, int, float]] = []
-    events: list[tuple[float, int]] = []
+    return _Replay(groups, prompt_tokens, remote, reserved, limits, window_s if remote else math.inf).run(training)
 
-    def fill(index: int) -> None:
-        engine = engines[index]
+
+class _Replay:
+    """One replay: engines, what waits, and when something is due at each engine."""
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[int]],
+        prompt_tokens: float,
+        remote: Sequence[Engine],
+        reserved: Sequence[Engine],
+        limits: tuple[Limits, Limits],
+        window_s: float,
+    ) -> None:
+        self._groups, self._prompt_tokens, self._limits, self._window_s = groups, prompt_tokens, limits, window_s
+        self._open = window_s > 0
+        self._waiting = deque(
+            (float(length), group, prompt_tokens + length) for group, row in enumerate(groups) for length in row
+        )
+        self._moved: deque[tuple[float, int, float]] = deque()
+        context = prompt_tokens + _mean_progress(groups)
+        self._engines = _beside(remote, True, limits[0], window_s, context)
+        if self._open:
+            self._engines += _beside(reserved, False, limits[1], window_s, context)
+        self._unequal = any(engine.beside.slower > 1 for engine in self._engines)
+        self._events: list[tuple[float, int]] = []
+        self._due_s = [math.inf] * len(self._engines)
+        """Of each engine; other events of it are void."""
+        self._paces_s = [0.0] * len(self._engines)
+        """Of each engine from which samples could be moved, when something happened there last."""
+
+    def run(self, training: Training) -> Plan:
+        groups, window_s, events = self._groups, self._window_s, self._events
+        missing = [len(row) for row in groups]
+        complete: list[tuple[float, int]] = []
+        ended: list[tuple[float, int, float]] = []
+        samples = len(self._waiting)
+        # A prompt to each in turn, as replicas are kept together.
+        self._deal(self._waiting, together=True)
+        self._fill_all()
+        last_s, finished = 0.0, 1.0 if self._open else 0.0
+        while events:
+            now, index = events[0]
+            if self._open and now >= window_s:
+                finished = 1 - sum(missing) / samples
+                self._end_window()
+                continue
+            heapq.heappop(events)
+            if self._due_s[index] != now:
+                continue
+            engine = self._engines[index]
+            engine.advance(now)
+            if engine.ends[0][0] - engine.steps > 2 * SLIVER:
+                # Its memory is full.
+                self._fill(index)
+                continue
+            end, group, full, _ = heapq.heappop(engine.ends)
+            engine.steps = end
+            engine.context = max(0.0, engine.context - full) if engine.ends else 0.0
+            missing[group] -= 1
+            last_s = now
+            ended.append((now, group, full))
+            if not missing[group]:
+                tokens = sum(groups[group]) + self._prompt_tokens * len(groups[group])
+                complete.append((now, int(tokens)))
+            self._fill(index)
+        window_s = min(window_s, last_s)
+        if training.ahead_token_s > 0:
+            step_s, wait_s = _trained_ahead(ended, [len(row) for row in groups], training, window_s)
+        else:
+            step_s, wait_s = _trained(complete, len(groups[0]), training, window_s)
+        return Plan(*self._limits, window_s, step_s, wait_s, max(0.0, step_s - last_s), finished)
+
+    def _end_window(self) -> None:
+        """What the reserved engines hold, and what remote ones do that comes late, is dealt to the remote ones."""
+        self._open = False
+        for engine in self._engines:
+            engine.advance(self._window_s)
+        self._moved.extend(_handed_over(self._groups, self._prompt_tokens, self._engines))
+        self._engines = [engine for engine in self._engines if engine.remote]
+        self._paces_s = [0.0] * len(self._engines)
+        self._events.clear()
+        self._deal(self._moved)
+        self._fill_all()
+
+    def _deal(self, rows: deque[tuple[float, int, float]], together: bool = False) -> None:
+        """Each next one to the engine with the fewest for its speed, or each next prompt."""
+        takers = [(engine.load, index) for index, engine in enumerate(self._engines) if engine.takes()]
+        heapq.heapify(takers)
+        while rows and takers:
+            _, index = heapq.heappop(takers)
+            engine, prompt = self._engines[index], rows[0][1]
+            while rows and rows[0][1] == prompt and engine.takes():
+                engine.give(*rows.popleft())
+                if not together:
+                    break
+            if engine.takes():
+                heapq.heappush(takers, (engine.load, index))
+
+    def _fill_all(self) -> None:
+        for index in range(len(self._engines)):
+            self._fill(index)
+
+    def _fill(self, index: int) -> None:
+        """Something happened at an engine: it may have room."""
+        engine, moved, waiting = self._engines[index], self._moved, self._waiting
         engine.settle()
         while moved and engine.takes():
             engine.give(*moved.popleft())
         while not moved and waiting and engine.takes():
             engine.give(*waiting.popleft())
-        if engine.ends:
-            heapq.heappush(events, (engine.due(), index))
+        if self._unequal and not (moved or waiting or self._open):
+            self._level(index)
+        self._expect(index)
 
-    # A prompt to each in turn, as replicas are kept together.
-    while waiting and any(engine.takes() for engine in engines):
-        for engine in engines:
-            prompt = waiting[0][1] if waiting else -1
-            while waiting and waiting[0][1] == prompt and engine.takes():
-                engine.give(*waiting.popleft())
-    for index in range(len(engines)):
-        fill(index)
-    open_window = window_s > 0
-    last_s = 0.0
-    samples = len(waiting) + sum(engine.held for engine in engines)
-    finished = 1.0 if open_window else 0.0
-    while events:
-        now, index = events[0]
-        if open_window and now >= window_s:
-            open_window = False
-            finished = 1 - sum(missing) / samples
-            for engine in engines:
-                engine.advance(window_s)
-            moved.extend(_handed_over(groups, prompt_tokens, engines))
-            engines = [engine for engine in engines if engine.remote]
-            events.clear()
-            while moved and any(engine.takes() for engine in engines):
-                for engine in engines:
-                    if moved and engine.takes():
-                        engine.give(*moved.popleft())
-            for index in range(len(engines)):
-                fill(index)
-            continue
-        heapq.heappop(events)
-        engine = engines[index]
-        engine.advance(now)
-        if engine.ends[0][0] - engine.steps > 2 * SLIVER:
-            # Its memory is full.
-            fill(index)
-            continue
-        end, group, full, _ = heapq.heappop(engine.ends)
-        engine.steps = end
-        engine.context = max(0.0, engine.context - full) if engine.ends else 0.0
-        missing[group] -= 1
-        last_s = now
-        ended.append((now, group, full))
-        if not missing[group]:
-            tokens = sum(groups[group]) + prompt_tokens * len(groups[group])
-            complete.append((now, int(tokens)))
-        fill(index)
-    window_s = min(window_s, last_s)
-    if training.ahead_token_s > 0:
-        step_s, wait_s = _trained_ahead(ended, [len(row) for row in groups], training, window_s)
-    else:
-        step_s, wait_s = _trained(complete, len(groups[0]), training, window_s)
-    return Plan(*limits, window_s, step_s, wait_s, max(0.0, step_s - last_s), finished)
+    def _level(self, index: int) -> None:
+        """Samples run on at an engine that is faster than theirs, as they are moved near a step's end."""
+        engine = self._engines[index]
+        while not engine.pending:
+            slowest_s = max(self._paces_s)
+            other = self._paces_s.index(slowest_s)
+            source = self._engines[other]
+            if other == index or engine.pace_s(1) > LEVEL * slowest_s or source.at_s > engine.at_s:
+                return
+            source.advance(engine.at_s)
+            engine.give(*source.take_youngest())
+            self._expect(other)
+
+    def _expect(self, index: int) -> None:
+        """When something is due at an engine."""
+        engine = self._engines[index]
+        due_s = self._due_s[index] = engine.due() if engine.ends else math.inf
+        if engine.ends:
+            heapq.heappush(self._events, (due_s, index))
+        if self._unequal:
+            self._paces_s[index] = engine.pace_s() if engine.ends and not engine.pending else 0.0
+
+
+def _beside(engines: Sequence[Engine], remote: bool, limits: Limits, window_s: float, context: float) -> list[_Running]:
+    """Engines of one kind, each beside the fastest of them."""
+    known = _compared(engines, context)
+    return [
+        _Running(engine, remote, engine.starts_s, limits, window_s, beside) for engine, beside in zip(engines, known)
+    ]
+
+
+def _compared(engines: Sequence[Engine], context: float) -> list[Beside]:
+    return compared([(engine.speed, engine.places, engine.memory) for engine in engines], context)
+
+
+def fastest_first(engines: Sequence[Engine], prompt_tokens: float, groups: Sequence[Sequence[int]]) -> list[Engine]:
+    """In the order of speed with such answers; those that are alike as they were."""
+    known = _compared(engines, prompt_tokens + _mean_progress(groups))
+    return [engine for _, engine in sorted(zip(known, engines), key=lambda pair: pair[0].slower)]
+
+
+def _mean_progress(groups: Sequence[Sequence[int]]) -> float:
+    """Tokens that an answer has, averaged over the time that all of them run: E[n^2] / 2 E[n]."""
+    tokens = sum(sum(row) for row in groups)
+    return sum(length * length for row in groups for length in row) / max(1, 2 * tokens)
 
 
 def _handed_over(

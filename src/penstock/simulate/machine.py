@@ -36,7 +36,9 @@ class SimSample:
     done: float = 0.0
     """Output tokens so far."""
     moves: int = 0
-    """By choice."""
+    """By choice, while it ran."""
+    shifts: int = 0
+    """And while it waited for a place."""
     where: str = ""
     lease: int = 0
     offset: float = 0.0
@@ -183,12 +185,16 @@ class Machine:
         for sample in self.running.values():
             done = int(self.progress(sample))
             rows.append(
-                PlacedSample(sample.lease, done, sample.prompt_tokens + done, True, sample.moves, sample.prompt)
+                PlacedSample(
+                    sample.lease, done, sample.prompt_tokens + done, True, sample.moves, sample.prompt, sample.shifts
+                )
             )
         for sample in self.pending:
             done = int(sample.done)
             rows.append(
-                PlacedSample(sample.lease, done, sample.prompt_tokens + done, False, sample.moves, sample.prompt)
+                PlacedSample(
+                    sample.lease, done, sample.prompt_tokens + done, False, sample.moves, sample.prompt, sample.shifts
+                )
             )
         return rows
 

@@ -350,8 +350,11 @@ class World:
             sample = self._leases.pop(move.lease, None)
             if sample is None or sample.where != move.source:
                 continue
+            if sample.number in machines[move.source].running:
+                sample.moves += 1
+            else:
+                sample.shifts += 1
             machines[move.source].remove(sample)
-            sample.moves += 1
             step.moves += 1
             if move.target:
                 self._place(sample, machines[move.target])

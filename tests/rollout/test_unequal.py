@@ -1,0 +1,283 @@
+"""Engines of unequal speed: slower ones have less to do, none where answers would end last, and hurt nobody."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report
+from penstock.rollout.balanced import Balanced
+from penstock.rollout.curves import Speed
+from penstock.rollout.offload import Facts, Offload
+from penstock.rollout.plan import best_plan
+from penstock.rollout.step_replay import Engine, Limits, Plan, Training, replay
+from penstock.rollout.unequal import ALIKE, PACE, Beside, compared
+
+TRUTH = Speed(0.01, 5e-4, 5e-7, 1e-5)
+CONTEXT = 1000.0
+MEMORY = 1e6
+PLACES = 64
+TRAINING = Training(token_s=2e-5, micro_batch_samples=8, switch_s=0.5, rest_s=0.2)
+GROUPS = [[100 + 37 * (k * 4 + r) % 1900 for r in range(4)] for k in range(32)]
+
+
+def slower(by: float, speed: Speed = TRUTH) -> Speed:
+    return Speed(by * speed.base_s, by * speed.sequence_s, by * speed.context_s, by * speed.prefill_s)
+
+
+def known(*factors: float) -> list[Beside]:
+    return compared([(slower(by), PLACES, MEMORY) for by in factors], CONTEXT)
+
+
+def engine(by: float = 1.0) -> Engine:
+    return Engine(slower(by), PLACES)
+
+
+# ---- how much less
+
+
+def test_engines_that_are_alike_but_for_chance_have_the_same_limits() -> None:
+    assert [beside.samples(40) for beside in known(1.0, 0.99 * ALIKE, 1.02)] == [40, 40, 40]
+    assert known() == []
+    assert known(7.0) == [Beside()]
+
+
+def test_a_slower_engine_s_pace_is_slower_by_less_than_it_is() -> None:
+    fast, slow = known(1.0, 2.0)
+    assert fast.samples(50) == 50
+    held = slow.samples(50)
+    per_sequence_s = TRUTH.sequence_s + CONTEXT * TRUTH.context_s
+    pace_s = 2 * (TRUTH.base_s + held * per_sequence_s)
+    assert pace_s == pytest.approx(2**PACE * (TRUTH.base_s + 50 * per_sequence_s), rel=0.02)
+
+
+@given(st.floats(1.0, 50.0), st.floats(1.0, 50.0), st.integers(1, 1000))
+def test_the_slower_the_less_and_never_more_than_the_fastest(one: float, other: float, limit: int) -> None:
+    fast, *rest = known(1.0, *sorted((one, other)))
+    first, second = (beside.samples(limit) for beside in rest)
+    assert 0 <= second <= first <= fast.samples(limit) == limit
+
+
+def test_an_engine_that_is_slower_alone_than_the_fastest_one_full_has_nothing() -> None:
+    _, slow = known(1.0, 8.0)
+    assert slow.samples(10) == 0
+    assert slow.samples(1000) > 0
+
+
+def test_what_the_fastest_one_has_no_memory_for_makes_the_others_no_wider() -> None:
+    plenty = compared([(TRUTH, PLACES, math.inf), (slower(2), PLACES, math.inf)], CONTEXT)[1]
+    little = compared([(TRUTH, PLACES, 20 * CONTEXT), (slower(2), PLACES, 20 * CONTEXT)], CONTEXT)[1]
+    assert plenty.samples(60) > little.samples(60) == plenty.samples(20)
+
+
+# ---- in a plan
+
+
+def step_s(*factors: float, limits: Limits | None = None, window_s: float = 0.0) -> float:
+    both = limits or Limits(), Limits()
+    return replay(GROUPS, 32, [engine(by) for by in factors], [engine()] * 2, TRAINING, both, window_s).step_s
+
+
+@pytest.mark.parametrize("by", [1.5, 3.0, 8.0, 50.0])
+def test_slow_engines_beside_fast_ones_make_a_planned_step_hardly_longer(by: float) -> None:
+    """Nothing moves while the window is open, and nearly all of this step is."""
+    fast = [engine()] * 2
+    own = [engine()] * 2
+    alone = best_plan(GROUPS, 32, fast, own, TRAINING)
+    beside = best_plan(GROUPS, 32, [*fast, *[engine(by)] * 2], own, TRAINING)
+    assert beside.step_s < 1.04 * alone.step_s
+    if by <= 1.5:
+        assert beside.step_s < 0.95 * alone.step_s, "they help"
+
+
+def test_a_slow_engine_that_comes_first_in_the_list_changes_nothing() -> None:
+    assert step_s(3.0, 1.0, 1.0) == pytest.approx(step_s(1.0, 1.0, 3.0), rel=0.02)
+
+
+def test_running_samples_leave_a_slow_engine_once_nothing_waits() -> None:
+    """With two samples for each engine, the slow one's would end last by far."""
+    groups = [[1000, 1000] for _ in range(3)]
+    alike = replay(groups, 32, [engine()] * 3, [], TRAINING, (Limits(), Limits()), 0.0)
+    wide = Limits(1.0, 1.0)
+    unequal = replay(groups, 32, [engine(), engine(), engine(3.0)], [], TRAINING, (wide, wide), 0.0)
+    assert unequal.step_s < 1.6 * alike.step_s
+    assert unequal.step_s < 1000 * slower(3.0).base_s
+
+
+@given(
+    st.lists(st.floats(1.0, 9.0), min_size=1, max_size=5),
+    st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4),
+    st.floats(0.0, 30.0),
+    st.sampled_from([math.inf, 9000.0]),
+)
+def test_whatever_the_speeds_and_limits_everything_is_generated_once(
+    factors: list[float], shares: list[float], window_s: float, memory: float
+) -> None:
+    remote = [replace(engine(by), memory=memory) for by in factors]
+    limits = Limits(*shares[:2]), Limits(*shares[2:])
+    plan = replay(GROUPS[:8], 32, remote, [engine()], TRAINING, limits, window_s)
+    tokens = sum(sum(row) + 32 * len(row) for row in GROUPS[:8])
+    assert plan.step_s >= tokens * TRAINING.token_s
+    assert math.isfinite(plan.step_s)
+
+
+def test_fewer_machines_are_predicted_to_be_the_fastest_ones_and_more_like_those_there() -> None:
+    own = [engine()] * 2
+
+    def predicted(remote: list[Engine], instances: int) -> float:
+        offload = Offload()
+        offload.plan(Facts(GROUPS, 32, remote, own, TRAINING))
+        predictor = offload.predictor()
+        assert predictor is not None
+
+        def told() -> Generator[None, None, None]:
+            answers.append((yield from predictor(instances)))
+
+        answers: list[float | None] = []
+        assert not any(told())
+        assert answers[0] is not None
+        return answers[0]
+
+    mixed = [engine(4.0), engine(4.0), engine(), engine()]
+    assert predicted(mixed, 2) == pytest.approx(predicted([engine()] * 2, 2), rel=0.02)
+    assert predicted(mixed, 2) < 0.9 * predicted([engine(4.0)] * 4, 2)
+    assert predicted(mixed, 8) < 0.95 * predicted(mixed, 4), "twice as many of both"
+
+
+# ---- instances
+
+
+def learned(**factors: float) -> Balanced:
+    """A policy that has seen enough of instances of these speeds, and of answers of 100 to 2,000 tokens."""
+    policy = Balanced(4)
+    for name, by in factors.items():
+        for k in range(20):
+            running, context = 1 + k * 7 % 40, CONTEXT * (1 + k * 13 % 50)
+            wall_s = 10 * slower(by).step_s(running, context) + 1000 * (k % 3) * by * TRUTH.prefill_s
+            policy.report(Report(name, wall_s, running, context, 10 * running, 1000 * (k % 3)))
+    for k in range(200):
+        policy.finished(k // 4, 100 + 1900 * (k * 37 % 200) // 200)
+    policy.batch_ended()
+    return policy
+
+
+def rows(
+    first: int, count: int, tokens: int = 1900, running: bool = True, moves: int = 0, shifts: int = 0
+) -> list[PlacedSample]:
+    return [PlacedSample(first + k, tokens, 64 + tokens, running, moves, -1, shifts) for k in range(count)]
+
+
+def given_to(policy: Balanced, loads: list[InstanceLoad], count: int) -> list[int]:
+    picks = policy.assign(Queue(count, elapsed_s=1.0, prompt_tokens=64.0), loads)
+    return [picks.count(k) for k in range(len(loads))]
+
+
+def test_limits_are_the_fastest_one_s_and_a_much_slower_one_is_given_nothing() -> None:
+    policy = learned(fast=1.0, slow=1.5, slowest=6.0)
+    policy.follow(Plan(Limits(0.5, 0.5), Limits(), 10.0))
+    loads = [InstanceLoad(name, 0, PLACES) for name in ("slowest", "slow", "fast")]
+    none, less, most = given_to(policy, loads, 500)
+    assert (none, most) == (0, 32)
+    assert 0 < less < 32
+
+
+def test_of_few_samples_a_slow_one_is_given_fewer_than_for_its_speed() -> None:
+    """Also where others are coming, and each is given its share of all there is."""
+    policy = learned(fast=1.0, slow=2.0, slowest=9.0)
+    policy.follow(Plan(Limits(), Limits(), 10.0))
+    loads = [InstanceLoad(name, 0, PLACES) for name in ("fast", "slow", "slowest")]
+    fast, slow, slowest = given_to(policy, loads, 60)
+    assert fast + slow + slowest == 60
+    assert 0 < slow < 0.45 * fast
+    assert slowest == 0
+    picks = policy.assign(Queue(60, coming=1, elapsed_s=1.0, prompt_tokens=64.0), loads)
+    assert 0 < picks.count(1) < 0.45 * picks.count(0)
+    assert picks.count(2) == 0
+    assert 20 <= picks.count(0) <= 30, "half of all, but for what the slow one has"
+
+
+def test_once_the_fastest_one_is_gone_the_others_take_its_place() -> None:
+    policy = learned(fast=1.0, slow=6.0)
+    policy.follow(Plan(Limits(0.5, 0.5), Limits(), 10.0))
+    assert given_to(policy, [InstanceLoad("slow", 0, PLACES)], 500) == [32]
+    assert given_to(policy, [InstanceLoad("slow", 0, PLACES), InstanceLoad("fast", 0, PLACES)], 500) == [0, 32]
+
+
+def test_an_instance_of_which_nothing_is_known_is_given_as_much_as_the_fastest() -> None:
+    policy = Balanced(4)
+    policy.follow(Plan(Limits(0.5, 0.5), Limits(), 10.0))
+    assert given_to(policy, [InstanceLoad("a", 0, PLACES), InstanceLoad("b", 0, PLACES)], 500) == [32, 32]
+
+
+def test_kinds_are_not_compared_with_each_other() -> None:
+    policy = learned(own=1.0, slow=6.0)
+    policy.follow(Plan(Limits(0.5, 0.5), Limits(0.5, 0.5), 10.0))
+    loads = [InstanceLoad("own", 0, PLACES, reserved=True), InstanceLoad("slow", 0, PLACES)]
+    assert given_to(policy, loads, 500) == [32, 32]
+
+
+def moves(policy: Balanced, held: dict[str, list[PlacedSample]]) -> list[Move]:
+    loads = [
+        InstanceLoad(name, len(samples), PLACES, pending=sum(not sample.running for sample in samples))
+        for name, samples in held.items()
+    ]
+    policy.assign(Queue(0, elapsed_s=1.0, prompt_tokens=64.0), loads)
+    return policy.moves(0, loads, held.__getitem__)
+
+
+def test_an_idle_fast_instance_takes_what_a_slow_one_has_however_often_that_was_moved() -> None:
+    policy = learned(fast=1.0, slow=6.0)
+    found = moves(policy, {"slow": rows(1, 3, tokens=500, moves=9), "fast": []})
+    assert {(move.source, move.target) for move in found} == {("slow", "fast")}
+    assert len(found) == 3
+
+
+def test_a_move_that_halves_nothing_is_not_made_again_and_again() -> None:
+    policy = learned(one=1.0, other=1.0)
+    assert moves(policy, {"one": rows(1, 20, tokens=500, moves=0), "other": []})
+    assert not moves(policy, {"one": rows(1, 20, tokens=500, moves=9), "other": []})
+    never = learned(fast=1.0, slow=6.0)
+    never.max_moves = 0
+    assert not moves(never, {"slow": rows(1, 3, tokens=500), "fast": []})
+
+
+def test_of_idle_instances_the_fastest_takes_it() -> None:
+    policy = learned(slow=2.0, fast=1.0, slowest=6.0)
+    found = moves(policy, {"slow": [], "slowest": rows(1, 2, tokens=500), "fast": []})
+    assert {move.target for move in found} == {"fast"}
+
+
+def test_one_sample_s_chances_do_not_decide_when_an_instance_ends() -> None:
+    """Whatever its lease is, a single one is taken to be as long as half of those that came so far."""
+    for lease in range(1, 200):
+        policy = learned(fast=1.0, slow=6.0)
+        assert moves(policy, {"slow": rows(lease, 1, tokens=1000), "fast": []}), lease
+
+
+def test_what_ran_and_waits_by_choice_is_not_sent_back_to_a_slower_one() -> None:
+    policy = learned(fast=1.0, slow=2.0)
+    policy.follow(Plan(Limits(), Limits(), 10.0))
+    waiting = {"fast": rows(1, 64) + rows(100, 4, running=False, moves=1), "slow": rows(200, 1)}
+    assert not moves(policy, waiting)
+    fresh = {"fast": rows(1, 64) + rows(100, 4, running=False), "slow": rows(200, 1)}
+    assert {move.lease for move in moves(policy, fresh)} == {100, 101, 102, 103}
+    back = {"slow": rows(1, 64) + rows(100, 4, running=False, moves=1), "fast": rows(200, 1)}
+    assert {move.lease for move in moves(policy, back)} == {100, 101, 102, 103}
+
+
+def test_where_contexts_fill_its_memory_a_target_is_not_taken_to_run_all_at_once() -> None:
+    """What it has room for goes by the contexts that would be there, and they are long."""
+
+    def taken(memory: float) -> int:
+        policy = learned(one=1.0, other=1.0)
+        policy.report(Report("one", 1.0, 10.0, 1e6, 100, 0, pending=1))
+        policy.report(Report("other", 1.0, 10.0, memory, 100, 0, pending=1))
+        return len(moves(policy, {"one": rows(1, 30, tokens=1500), "other": rows(100, 4, tokens=1500)}))
+
+    assert taken(1e6) == 6
+    assert taken(3 * 1700.0) == 0, "four run there that have room for three"
