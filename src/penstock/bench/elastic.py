@@ -4,7 +4,7 @@ Three windows of two hours with the most changes in `p3-trace.csv`, half of its 
 bounded for RLBoost and for Penstock alike by what the paper's two figures for each model imply: a throughput of 1.66 x
 at 34 % more tokens a dollar has cost 1.24 x as much an hour, which is 3.8 spot machines (8B); likewise 5.1 and 2.8.
 `numbers` is the same without that bound: each strategy asks for as many as its own policy finds worth having, of all
-that the trace has.
+that the trace has. `static` fleets never change; in `unequal` ones some of the machines are slower in all they do.
 
 RLBoost is taken with the constants, of those tried on the very windows, that are best for it. Its paper's ablations and
 ours (each of our policies switched off) are rows of the 14B model. Disaggregated training on machines on demand has the
@@ -15,6 +15,7 @@ The traces are not part of the package: PENSTOCK_SPOT_TRACES names their folder.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -27,7 +28,7 @@ from penstock.simulate.bound import least_run_s
 from penstock.simulate.lengths import step_samples
 from penstock.simulate.outcome import Outcome
 from penstock.simulate.profiles import Profile, shipped
-from penstock.simulate.traces import Trace, read_trace, static_trace
+from penstock.simulate.traces import Change, Trace, read_trace, static_trace
 from penstock.simulate.tune import tune
 from penstock.simulate.world import simulate
 
@@ -42,12 +43,13 @@ ABLATED = "qwen3-14b"
 """The paper's ablations are of this model."""
 SEEDS = 3
 """Of lengths and of who is taken away, on each trace in the folder."""
+SPEED = ("step_base_s", "sequence_s", "context_s", "prefill_s_per_token")
 ENOUGH_STEPS = 3
 """A window in which fewer steps end says more about where it was cut than about a policy."""
 
 
 NUMBERS = {f"numbers-{model.removeprefix('qwen3-')}": model for model in MODELS}
-PARTS = (*MODELS, *NUMBERS, "ablations", "traces", "static")
+PARTS = (*MODELS, *NUMBERS, "ablations", "traces", "static", "unequal")
 """Each takes minutes, and can be run alone."""
 
 
@@ -59,6 +61,8 @@ def run_part(part: str, quick: bool) -> list[Result]:
     """One of `PARTS`; a quick run leaves the longest ones out."""
     if part == "static":
         return _static(quick)
+    if part == "unequal":
+        return _unequal(quick)
     if quick and part in (MODELS[-1], *list(NUMBERS)[1:], "traces"):
         return []
     folder = Path(os.environ.get("PENSTOCK_SPOT_TRACES", ""))
@@ -249,6 +253,42 @@ def _static(quick: bool) -> list[Result]:
     results.append(at_most("mean regret on static fleets", sum(regrets) / len(regrets), 0.10, "share", note=note))
     results.append(at_least("worst static fleet: Penstock / RLBoost, throughput", min(ratios), 1.0, "x"))
     return results
+
+
+def _unequal(quick: bool) -> list[Result]:
+    """Fleets of fast and slow machines, that never change: against RLBoost, and against the fast ones alone."""
+    ratios: list[float] = []
+    gains: list[float] = []
+    for model in MODELS[:1] if quick else MODELS[::2]:
+        for prompts, (fast, slow), factor in itertools.product((128, 32), ((4, 4), (1, 3)), (2.0, 4.0)):
+            usual = shipped(model).model_copy(update={"prompts": prompts})
+            slower = {name: getattr(usual.spot, name) * factor for name in SPEED}
+            profile = usual.model_copy(update={"kinds": {"slow": usual.spot.model_copy(update=slower)}})
+            ours, paper = (
+                simulate(profile, _of_kinds(fast, slow), make_strategy(name, profile, machines=fast + slow), steps=6)
+                for name in ("penstock", "rlboost")
+            )
+            alone = simulate(profile, _of_kinds(fast, 0), make_strategy("penstock", profile, machines=fast), steps=6)
+            ratios.append(same_work([ours], [paper]))
+            # In a run's first step nobody's speed is known.
+            gains.append(_later_s(alone) / _later_s(ours))
+            what = f"{model}, {prompts} prompts, {fast} machines and {slow} slower by {factor:g}"
+            progress(f"{what}: {gains[-1]:.3f} x the fast ones alone, {ratios[-1]:.3f} x RLBoost")
+    note = "of each: " + ", ".join(f"{gain:.3f}" for gain in gains)
+    return [
+        at_least("unequal fleets, mean: Penstock / its fast machines alone, throughput", fmean(gains), 1.0, "x", note),
+        at_least("the worst of them", min(gains), 1.0, "x"),
+        at_least("worst unequal fleet: Penstock / RLBoost, throughput", min(ratios), 1.0, "x"),
+    ]
+
+
+def _later_s(outcome: Outcome) -> float:
+    return fmean(step.times.step_s for step in outcome.steps[1:])
+
+
+def _of_kinds(fast: int, slow: int) -> Trace:
+    nodes = [f"fast:{k}" for k in range(fast)] + [f"slow:{k}" for k in range(slow)]
+    return Trace(tuple(Change(0.0, node, True) for node in nodes), 1e9)
 
 
 def _on(
