@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import statistics
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -661,6 +663,43 @@ def test_the_number_never_turns_within_its_patience(work: list[float], patience:
         before = wanted
     for (first, one), (second, other) in itertools.pairwise(changes):
         assert one == other or second - first >= patience
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_two_numbers_are_as_good_chance_does_not_move_it_back_and_forth(seed: int) -> None:
+    """Nine and ten machines cost the same, and each step's replays err by two per cent."""
+    source = random.Random(seed)
+    size = FleetSize(config(reserved_price=80.0, instance_price=5.0, ceiling=16, first=9), 4)
+
+    def seconds(best: float, slope: float, instances: int) -> float:
+        return source.gauss(1, 0.02) * (1 + slope * abs(instances - best)) * 3e4 / (80 + 5 * instances)
+
+    wanted = [size.ended(times(), replayed(partial(seconds, 9.5, 0.03))) for _ in range(300)]
+    changes = [after - before for before, after in itertools.pairwise(wanted) if after != before]
+    assert sum(one * other < 0 for one, other in itertools.pairwise(changes)) <= 12
+    assert 9 <= statistics.fmean(wanted) <= 11
+    # What is clearly better is still had within some steps.
+    for _ in range(8):
+        after = size.ended(times(), replayed(partial(seconds, 3, 0.3)))
+    assert after == 3
+
+
+def test_before_a_step_can_be_replayed_the_number_no_more_than_doubles() -> None:
+    """A step of which three quarters were spent on long answers looks like one with a lot of work."""
+    guessed = FleetSize(config(ceiling=64, first=4), 4)
+    assert guessed.ended(times(remote_busy_s=4000.0)) == 8
+    replays = FleetSize(config(ceiling=64, first=4), 4)
+    assert replays.ended(times(), replayed(lambda n: 1000 / (1 + n))) > 8
+    nobody = FleetSize(config(ceiling=64, first=0), 4)
+    assert nobody.ended(times(fleet=0, remote_busy_s=0.0, window_s=4000.0)) == 1
+
+
+def test_a_floor_that_can_be_paid_for_again_is_asked_for() -> None:
+    size = FleetSize(config(floor=3, ceiling=3, budget_per_h=10.0, instance_price=5.0), 4)
+    assert size.ended(times()) == 2
+    size.learn(instance_price=1.0)
+    assert size.ended(times()) == 3
+    assert "2 to 3" in size.cause
 
 
 def test_the_same_step_again_and_again_settles() -> None:

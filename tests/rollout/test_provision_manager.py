@@ -139,8 +139,8 @@ def test_what_the_trainer_reports_is_what_the_number_follows() -> None:
     world.beat(20, agent)
     world.trainer(StepReport(step=0, step_s=20.0, train_s=1.0, trainer_wait_s=19.0))
     world.beat(2, agent)
-    assert len(world.there) == 3
-    assert [(event.before, event.after) for event in world.of_kind(FleetSized)] == [(0, 1), (1, 3)]  # type: ignore[attr-defined]
+    assert len(world.there) == 2
+    assert [(event.before, event.after) for event in world.of_kind(FleetSized)] == [(0, 1), (1, 2)]  # type: ignore[attr-defined]
 
 
 def test_an_account_that_makes_no_sense_is_a_warning_and_no_end() -> None:

@@ -1,5 +1,6 @@
 """How many remote instances to ask for: the number with the cheapest step, at today's prices, with preemptions and
-start-up time counted in. It moves only where that pays and has paid for several steps in a row.
+start-up time counted in. It moves only where that pays and has paid for several steps in a row, and turns back only
+where staying has cost the more the oftener it has turned.
 
 Steps with other numbers are replayed where somebody can (`Predictor`), and as that takes a while for each number, it is
 done bit by bit: whoever drives this has frames to answer meanwhile.
@@ -25,6 +26,11 @@ lives, and what one of them lost says little."""
 FIRST_H = 1.0
 """Instance-hours without a loss that the rate begins with; they fade too. Else a loss in the first minute would be one
 every minute."""
+FIRST_FACTOR = 2
+"""Before a step with another number can be replayed, no more than so many times the number is asked for: a long answer
+takes as long with many machines as with few, which is not to be seen from how much work there was."""
+MOST_TURNS = 5
+"""That are counted: prices and answers change, and a number that was right in spite of five turns may not be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,13 @@ class FleetSize:
         self.wanted = max(self._floor, min(config.ceiling, self._affordable, config.first))
         self.cause = "nothing is known yet"
         self._asked = 0
+        """Steps in a row that asked for a change in one direction, with its sign."""
+        self._saving = 0.0
+        """What they would have saved, as a share of a step."""
+        self._went = 0
+        """Direction of the last change."""
+        self._turns = 0
+        """Changes against the one before, less those that went on."""
         self._decided = False
         """The first larger number that is known to be better is taken at once."""
         self._predictor: Predictor | None = None
@@ -211,13 +224,19 @@ class FleetSize:
                         at, moved = other, True
                         break
         limit = self.step_cost(at) * (1 + self.config.indifference)
-        near = [n for n in range(max(least, at - 2), min(most, at + 3) + 1) if self.step_cost(n) <= limit]
+        lowest = max(least, at - 2)
+        while lowest > least and self.step_cost(lowest) <= limit:
+            # As cheap, and perhaps as fast.
+            lowest -= 1
+        near = [n for n in range(lowest, min(most, at + 3) + 1) if self.step_cost(n) <= limit]
         return min(near, key=lambda n: (self.step_s(n), n))
 
     def _decide(self) -> int:
         """Changes nothing before all that it asks for is replayed."""
         config = self.config
         most = min(config.ceiling, self._affordable)
+        if not self._decided and self._predictor is None:
+            most = min(most, max(self._floor, FIRST_FACTOR * self.wanted, 1))
         best = self._best(self._floor, most)
         bounded = max(self._floor, min(most, self.wanted))
         direction = (best > bounded) - (best < bounded)
@@ -230,16 +249,26 @@ class FleetSize:
                 f"{config.instance_price:.2f} each"
             )
             self.wanted, self._decided = bounded, True
-        if direction == 0 or max(saving / self.step_cost(bounded), faster) <= config.worth:
-            self._asked = 0
+        elif bounded > self.wanted:
+            self.cause = f"{self.wanted} to {bounded}: as many as there shall be at least are paid for now"
+            self.wanted, self._decided = bounded, True
+        gain = max(saving / self.step_cost(bounded), faster)
+        if direction == 0 or gain <= config.worth:
+            self._asked, self._saving = 0, 0.0
             if not self._decided:
                 self.cause = f"{self.wanted}: no other number is better by more than {config.worth:.0%}"
             return self.wanted
-        self._asked = self._asked + direction if self._asked * direction > 0 else direction
+        if self._asked * direction < 0:
+            self._asked, self._saving = 0, 0.0
+        self._asked, self._saving = self._asked + direction, self._saving + gain
+        turns = direction * self._went < 0
         if abs(self._asked) < config.patience and (self._decided or direction < 0):
             return self.wanted
-        self._decided = True
-        before, self.wanted, self._asked = self.wanted, best, 0
+        if turns and self._saving < config.worth * config.patience * 2 ** (self._turns + 1):
+            return self.wanted
+        self._turns = min(MOST_TURNS, self._turns + 1) if turns else max(0, self._turns - 1)
+        self._decided, self._went = True, direction
+        before, self.wanted, self._asked, self._saving = self.wanted, best, 0, 0.0
         money = f"a step costs {abs(saving):.2f} dollars {'less' if saving >= 0 else 'more'}"
         self.cause = f"{before} to {best}: {money} and is {abs(faster):.1%} {'faster' if faster >= 0 else 'slower'}"
         return self.wanted
