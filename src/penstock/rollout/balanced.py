@@ -93,6 +93,8 @@ class Balanced(ShortestQueue):
     _per_prompt: int = 1
     _beside: dict[str, Beside] = field(default_factory=dict)
     """Each instance beside the fastest one of its kind, at the last question."""
+    _compared: tuple[float, list[str]] | None = None
+    """What they were compared for, since the last report."""
     _weights: dict[str, float] = field(default_factory=dict)
     """Worked out since the last report of each."""
 
@@ -107,6 +109,7 @@ class Balanced(ShortestQueue):
         for curve in (self.curves.setdefault(report.instance, StepCurve()), self.fleet_curve):
             curve.report(report.wall_s, report.running, report.context_tokens, report.tokens, report.prefilled)
         self._weights.pop(report.instance, None)
+        self._compared = None
         self._report_s += (report.wall_s - self._report_s) * (LATELY if self._report_s else 1.0)
         if report.pending or report.instance in self._memory:
             # What it holds without anybody waiting fits, too.
@@ -125,6 +128,7 @@ class Balanced(ShortestQueue):
     def batch_ended(self) -> None:
         self.lengths.refresh()
         self._weights.clear()
+        self._compared = None
         self._windows, self._waits = False, []
         for instance, (context, running) in self._emptiest.items():
             # So much was free, and one more was not let in.
@@ -135,6 +139,7 @@ class Balanced(ShortestQueue):
         self.curves.pop(instance, None)
         for known in (self._memory, self._weights, self._reserved, self._reserves, self._emptiest):
             known.pop(instance, None)
+        self._compared = None
         self._smallest.clear()
 
     def follow(self, plan: Plan) -> None:
@@ -224,6 +229,10 @@ class Balanced(ShortestQueue):
 
     def _compare(self, loads: Sequence[InstanceLoad], prompt_tokens: float) -> None:
         """Instances of each kind with one another; not those of which too little is known."""
+        those = prompt_tokens, [load.instance for load in loads]
+        if those == self._compared:
+            return
+        self._compared = those
         self._beside.clear()
         context = self.lengths.mean_progress + prompt_tokens
         for kind in (True, False):
