@@ -152,7 +152,7 @@ def test_fewer_machines_are_predicted_to_be_the_fastest_ones_and_more_like_those
 # ---- instances
 
 
-def learned(**factors: float) -> Balanced:
+def learned(lengths: bool = True, **factors: float) -> Balanced:
     """A policy that has seen enough of instances of these speeds, and of answers of 100 to 2,000 tokens."""
     policy = Balanced(4)
     for name, by in factors.items():
@@ -160,7 +160,7 @@ def learned(**factors: float) -> Balanced:
             running, context = 1 + k * 7 % 40, CONTEXT * (1 + k * 13 % 50)
             wall_s = 10 * slower(by).step_s(running, context) + 1000 * (k % 3) * by * TRUTH.prefill_s
             policy.report(Report(name, wall_s, running, context, 10 * running, 1000 * (k % 3)))
-    for k in range(200):
+    for k in range(200 if lengths else 0):
         policy.finished(k // 4, 100 + 1900 * (k * 37 % 200) // 200)
     policy.batch_ended()
     return policy
@@ -244,6 +244,12 @@ def test_a_move_that_halves_nothing_is_not_made_again_and_again() -> None:
     never = learned(fast=1.0, slow=6.0)
     never.max_moves = 0
     assert not moves(never, {"slow": rows(1, 3, tokens=500), "fast": []})
+
+
+def test_a_slow_one_is_not_left_to_end_last_before_lengths_are_known() -> None:
+    policy = learned(lengths=False, slow=6.0, fast=1.0)
+    found = moves(policy, {"slow": rows(1, 2, tokens=500), "fast": rows(10, 3, tokens=500)})
+    assert {(move.source, move.target) for move in found} == {("slow", "fast")}
 
 
 def test_of_idle_instances_the_fastest_takes_it() -> None:

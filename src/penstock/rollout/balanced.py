@@ -236,14 +236,8 @@ class Balanced(ShortestQueue):
         self._beside.clear()
         context = self.lengths.mean_progress + prompt_tokens
         for kind in (True, False):
-            names: list[str] = []
-            engines: list[tuple[Speed, int, float]] = []
-            for load in loads:
-                speed = self.speed(load.instance) if load.reserved is kind else None
-                if speed is not None:
-                    names.append(load.instance)
-                    engines.append((speed, load.max_running, self.memory(load.instance)))
-            self._beside.update(zip(names, compared(engines, context)))
+            engines = self._engines(load for load in loads if load.reserved is kind)
+            self._beside.update(zip(engines, compared(list(engines.values()), context)))
 
     def together(self, queue: Queue, going: int, loads: Sequence[InstanceLoad]) -> bool:
         """Not where nobody is left to level instances with later: most of a prompt's answers are long or short, and of
@@ -370,15 +364,31 @@ class Balanced(ShortestQueue):
         if type(self).weight is not Balanced.weight:
             # A user's own says what is level.
             return {}
-        if not self.lengths.known or sum(load.samples for load in loads) > FEW_SAMPLES:
+        if sum(load.samples for load in loads) > FEW_SAMPLES:
             return {}
-        found = {}
-        for load in loads:
-            speed = self.speed(load.instance)
-            if speed is None:
-                return {}
-            found[load.instance] = self._drain(speed, load, self._held(placed(load.instance)))
-        return found
+        engines = self._engines(loads)
+        if len(engines) < len(loads):
+            return {}
+        if not (self.lengths.known or self._unequal(loads)):
+            # How many there are says more than how far they have come.
+            return {}
+        return {
+            load.instance: self._drain(engines[load.instance][0], load, self._held(placed(load.instance)))
+            for load in loads
+        }
+
+    def _unequal(self, loads: Sequence[InstanceLoad]) -> bool:
+        """Whether instances of a kind differ in speed by more than chance."""
+        kinds = (self._engines(load for load in loads if load.reserved is kind) for kind in (True, False))
+        return any(beside.slower > 1 for kind in kinds for beside in compared(list(kind.values()), self._context))
+
+    def _engines(self, loads: Iterable[InstanceLoad]) -> dict[str, tuple[Speed, int, float]]:
+        """(speed, places, tokens of memory) of those whose speed is known."""
+        return {
+            load.instance: (speed, load.max_running, self.memory(load.instance))
+            for load in loads
+            if (speed := self.speed(load.instance)) is not None
+        }
 
     def _worth(
         self,
