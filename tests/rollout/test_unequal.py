@@ -109,6 +109,27 @@ def test_running_samples_leave_a_slow_engine_once_nothing_waits() -> None:
     assert unequal.step_s < 1000 * slower(3.0).base_s
 
 
+@pytest.mark.parametrize("starts_s", [5.0, 20.0, 100.0])
+def test_an_engine_that_is_not_there_yet_takes_nothing_from_one_that_is(starts_s: float) -> None:
+    groups = [[1000, 1000] for _ in range(3)]
+    late = replace(engine(), starts_s=starts_s)
+    narrow = Limits(0.5, 0.5), Limits()
+    alone = replay(groups, 32, [engine(2.0), engine()], [], TRAINING, narrow, 0.0).step_s
+    beside = replay(groups, 32, [engine(2.0), engine(), late], [], TRAINING, narrow, 0.0).step_s
+    # What it was dealt waits for it.
+    assert beside < max(alone, starts_s + 1000 * TRUTH.step_s(2, 2000)) + 2.0
+
+
+def test_engines_that_have_nothing_when_the_window_ends_take_from_slow_ones_whatever_their_order() -> None:
+    groups = [[400, 400, 1600, 1600] for _ in range(6)]
+    both = Limits(0.3, 0.3), Limits(0.02, 0.02)
+
+    def seconds(*factors: float) -> float:
+        return replay(groups, 32, [engine(by) for by in factors], [engine()], TRAINING, both, 8.0).step_s
+
+    assert seconds(1.0, 1.0, 3.0) == pytest.approx(seconds(3.0, 1.0, 1.0), rel=0.05)
+
+
 @given(
     st.lists(st.floats(1.0, 9.0), min_size=1, max_size=5),
     st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4),
@@ -120,10 +141,12 @@ def test_whatever_the_speeds_and_limits_everything_is_generated_once(
 ) -> None:
     remote = [replace(engine(by), memory=memory) for by in factors]
     limits = Limits(*shares[:2]), Limits(*shares[2:])
-    plan = replay(GROUPS[:8], 32, remote, [engine()], TRAINING, limits, window_s)
+    # Nearly all of the step is training on groups that are complete.
+    slow = replace(TRAINING, token_s=1.0)
+    plan = replay(GROUPS[:8], 32, remote, [engine()], slow, limits, window_s)
     tokens = sum(sum(row) + 32 * len(row) for row in GROUPS[:8])
-    assert plan.step_s >= tokens * TRAINING.token_s
-    assert math.isfinite(plan.step_s)
+    assert plan.step_s == pytest.approx(tokens, abs=3600)
+    assert plan.step_s >= tokens
 
 
 def test_fewer_machines_are_predicted_to_be_the_fastest_ones_and_more_like_those_there() -> None:
@@ -214,6 +237,56 @@ def test_an_instance_of_which_nothing_is_known_is_given_as_much_as_the_fastest()
     assert given_to(policy, [InstanceLoad("a", 0, PLACES), InstanceLoad("b", 0, PLACES)], 500) == [32, 32]
 
 
+def test_a_new_instance_is_not_taken_for_the_mean_of_the_others() -> None:
+    policy = learned(fast=1.0, one=4.0, two=4.0, three=4.0)
+    policy.follow(Plan(Limits(0.3, 0.3), Limits(), 10.0))
+    loads = [InstanceLoad(name, 0, PLACES) for name in ("fast", "one", "two", "three", "new")]
+    fast, *slow, new = given_to(policy, loads, 500)
+    assert new == fast == 19
+    assert slow == [0, 0, 0]
+
+
+def test_one_that_was_too_slow_is_tried_with_a_few_samples_now_and_then_and_comes_back() -> None:
+    policy = learned(fast=1.0, slow=6.0)
+    policy.follow(Plan(Limits(0.5, 0.5), Limits(), 10.0))
+    loads = [InstanceLoad(name, 0, PLACES) for name in ("fast", "slow")]
+
+    def batch(slow_is: float) -> int:
+        _, slow = given_to(policy, loads, 500)
+        for k in range(40):
+            for name, most, by in (("fast", 32, 1.0), ("slow", slow, slow_is)):
+                running = most - k * most // 40
+                context = running * (CONTEXT + 20 * k)
+                if running:
+                    policy.report(
+                        Report(name, 10 * slower(by).step_s(running, context), running, context, 10 * running, 0)
+                    )
+        policy.batch_ended()
+        return slow
+
+    tried = [batch(6.0) for _ in range(60)]
+    assert set(tried) == {0, 4}
+    assert 2 <= sum(tried) // 4 <= 5
+    back = [batch(1.0) for _ in range(60)]
+    assert back[-1] == 32
+
+
+def test_without_a_plan_and_with_a_weight_of_one_s_own_nobody_is_handicapped() -> None:
+    class Level(Balanced):
+        def weight(self, load: InstanceLoad) -> float:
+            return 1.0
+
+    loads = [InstanceLoad("fast", 0, PLACES), InstanceLoad("slow", 0, PLACES)]
+    usual = learned(fast=1.0, slow=6.0)
+    usual.follow(Plan(Limits(), Limits(), 10.0))
+    assert given_to(usual, loads, 20)[1] == 0
+    assert len(usual.assign(Queue(4, coming=4, prompt_tokens=64.0), loads[1:])) > 0, "a batch that no plan is for"
+    level = Level(4)
+    level.curves, level.fleet_curve, level.lengths = usual.curves, usual.fleet_curve, usual.lengths
+    level.follow(Plan(Limits(), Limits(), 10.0))
+    assert given_to(level, loads, 20) == [10, 10]
+
+
 def test_kinds_are_not_compared_with_each_other() -> None:
     policy = learned(own=1.0, slow=6.0)
     policy.follow(Plan(Limits(0.5, 0.5), Limits(0.5, 0.5), 10.0))
@@ -274,6 +347,13 @@ def test_what_ran_and_waits_by_choice_is_not_sent_back_to_a_slower_one() -> None
     assert {move.lease for move in moves(policy, fresh)} == {100, 101, 102, 103}
     back = {"slow": rows(1, 64) + rows(100, 4, running=False, moves=1), "fast": rows(200, 1)}
     assert {move.lease for move in moves(policy, back)} == {100, 101, 102, 103}
+
+
+def test_such_a_sample_goes_to_another_that_is_as_fast() -> None:
+    policy = learned(fast=1.0, other=1.0, slow=2.0)
+    policy.follow(Plan(Limits(), Limits(), 10.0))
+    held = {"fast": rows(1, 64) + rows(100, 4, running=False, moves=1), "other": rows(200, 50), "slow": rows(300, 1)}
+    assert {(move.lease, move.target) for move in moves(policy, held)} == {(100 + k, "other") for k in range(4)}
 
 
 def test_where_contexts_fill_its_memory_a_target_is_not_taken_to_run_all_at_once() -> None:

@@ -43,6 +43,12 @@ LONG_ANSWERS = 4.0
 WAITING = 8
 """So many times as often as one that runs, a sample that waits is moved: it pays no prefill that it would not pay where
 it is."""
+PROBED = 16
+"""Batches without a report, after which an instance that is too slow for any sample is given some: it may be slow no
+more."""
+PROBE = 8
+"""The part of a limit that it then has, and 2 at least: one alone would not tell what a step costs from what a sequence
+does."""
 HALVES = 0.5
 """Of the time to the later end, by which a move is made however often a sample was moved: a fast instance is idle, and
 what a slow one holds would last. Who gains that much time and again soon has nothing left to gain."""
@@ -93,6 +99,8 @@ class Balanced(ShortestQueue):
     _per_prompt: int = 1
     _beside: dict[str, Beside] = field(default_factory=dict)
     """Each instance beside the fastest one of its kind, at the last question."""
+    _unheard: dict[str, int] = field(default_factory=dict)
+    """Batches that ended since an instance's last report."""
     _compared: tuple[float, list[str]] | None = None
     """What they were compared for, since the last report."""
     _weights: dict[str, float] = field(default_factory=dict)
@@ -109,6 +117,7 @@ class Balanced(ShortestQueue):
         for curve in (self.curves.setdefault(report.instance, StepCurve()), self.fleet_curve):
             curve.report(report.wall_s, report.running, report.context_tokens, report.tokens, report.prefilled)
         self._weights.pop(report.instance, None)
+        self._unheard.pop(report.instance, None)
         self._compared = None
         self._report_s += (report.wall_s - self._report_s) * (LATELY if self._report_s else 1.0)
         if report.pending or report.instance in self._memory:
@@ -128,6 +137,7 @@ class Balanced(ShortestQueue):
     def batch_ended(self) -> None:
         self.lengths.refresh()
         self._weights.clear()
+        self._unheard = {instance: self._unheard.get(instance, 0) + 1 for instance in self.curves}
         self._compared = None
         self._windows, self._waits = False, []
         for instance, (context, running) in self._emptiest.items():
@@ -137,7 +147,7 @@ class Balanced(ShortestQueue):
 
     def gone(self, instance: str) -> None:
         self.curves.pop(instance, None)
-        for known in (self._memory, self._weights, self._reserved, self._reserves, self._emptiest):
+        for known in (self._memory, self._weights, self._reserved, self._reserves, self._emptiest, self._unheard):
             known.pop(instance, None)
         self._compared = None
         self._smallest.clear()
@@ -150,8 +160,11 @@ class Balanced(ShortestQueue):
 
     def speed(self, instance: str) -> Speed | None:
         """Of one instance; the fleet's where it has said too little."""
+        return self._own_speed(instance) or self.fleet_curve.speed
+
+    def _own_speed(self, instance: str) -> Speed | None:
         own = self.curves.get(instance)
-        return (own.speed if own is not None else None) or self.fleet_curve.speed
+        return own.speed if own is not None else None
 
     def memory(self, instance: str) -> float:
         """Tokens of context that fit an instance, as far as was seen; a new one is taken to be like the smallest."""
@@ -197,10 +210,16 @@ class Balanced(ShortestQueue):
             self._note(load)
             self._windows |= load.reserved
         self._shares = None
+        levels = type(self).weight is Balanced.weight
+        if not levels or self.plan is None or queue.elapsed_s is None:
+            # A user's own weight says what is level.
+            self._beside.clear()
+            self._compared = None
         if self.plan is not None and queue.elapsed_s is not None:
             at = queue.elapsed_s, self.plan.window_s
             self._shares = (self.plan.remote.share(*at), self.plan.reserved.share(*at))
-            self._compare(loads, queue.prompt_tokens)
+            if levels:
+                self._compare(loads, queue.prompt_tokens)
         return super().assign(queue, loads)
 
     def _note(self, load: InstanceLoad) -> None:
@@ -217,12 +236,17 @@ class Balanced(ShortestQueue):
         return self.places(load) + self.max_pending
 
     def handicap(self, load: InstanceLoad) -> float:
-        return self._beside_of(load.instance).handicap
+        return 0.0 if self._probes(load.instance) else self._beside_of(load.instance).handicap
+
+    def _probes(self, instance: str) -> bool:
+        return self._unheard.get(instance, 0) >= PROBED
 
     def _limit(self, load: InstanceLoad) -> int:
         """Samples that an instance may hold by the plan."""
         assert self._shares is not None
-        return self._beside_of(load.instance).samples(limited(load.max_running, self._shares[load.reserved]))
+        limit = limited(load.max_running, self._shares[load.reserved])
+        least = max(2, limit // PROBE) if self._probes(load.instance) else 0
+        return max(self._beside_of(load.instance).samples(limit), min(limit, least))
 
     def _beside_of(self, instance: str) -> Beside:
         return self._beside.get(instance, FASTEST)
@@ -236,7 +260,7 @@ class Balanced(ShortestQueue):
         self._beside.clear()
         context = self.lengths.mean_progress + prompt_tokens
         for kind in (True, False):
-            engines = self._engines(load for load in loads if load.reserved is kind)
+            engines = self._engines((load for load in loads if load.reserved is kind), own=True)
             self._beside.update(zip(engines, compared(list(engines.values()), context)))
 
     def together(self, queue: Queue, going: int, loads: Sequence[InstanceLoad]) -> bool:
@@ -323,15 +347,20 @@ class Balanced(ShortestQueue):
             for sample in placed(load.instance):
                 if sample.running or sample.shifts >= WAITING * self.max_moves or total <= 0:
                     continue
-                target = max(free, key=lambda name: free[name])
-                slower = self._beside_of(target).slower
-                if sample.moves and slower > ALIKE * self._beside_of(load.instance).slower:
-                    # It ran there, and waits by choice where it would end sooner.
+                # What ran elsewhere waits by choice where it ends sooner.
+                allowed = [name for name in free if not (sample.moves and self._slower(name, load.instance))]
+                target = max(allowed, key=lambda name: free[name], default="")
+                if not target or free[target] <= 0:
                     continue
                 found.append(Move(load.instance, sample.lease, target))
                 free[target] -= 1
                 total -= 1
         return found
+
+    def _slower(self, instance: str, other: str) -> bool:
+        """Whether one instance is slower than another of its kind."""
+        alike = self._reserved.get(instance) == self._reserved.get(other)
+        return alike and self._beside_of(instance).slower > ALIKE * self._beside_of(other).slower
 
     def _most(self, load: InstanceLoad) -> int:
         """Samples that an instance may run, by its memory and by the plan."""
@@ -379,15 +408,15 @@ class Balanced(ShortestQueue):
 
     def _unequal(self, loads: Sequence[InstanceLoad]) -> bool:
         """Whether instances of a kind differ in speed by more than chance."""
-        kinds = (self._engines(load for load in loads if load.reserved is kind) for kind in (True, False))
+        kinds = (self._engines((load for load in loads if load.reserved is kind), own=True) for kind in (True, False))
         return any(beside.slower > 1 for kind in kinds for beside in compared(list(kind.values()), self._context))
 
-    def _engines(self, loads: Iterable[InstanceLoad]) -> dict[str, tuple[Speed, int, float]]:
-        """(speed, places, tokens of memory) of those whose speed is known."""
+    def _engines(self, loads: Iterable[InstanceLoad], own: bool = False) -> dict[str, tuple[Speed, int, float]]:
+        """(speed, places, tokens of memory) of those whose speed is known; `own`: from what they said themselves."""
         return {
             load.instance: (speed, load.max_running, self.memory(load.instance))
             for load in loads
-            if (speed := self.speed(load.instance)) is not None
+            if (speed := self._own_speed(load.instance) if own else self.speed(load.instance)) is not None
         }
 
     def _worth(
@@ -419,8 +448,9 @@ class Balanced(ShortestQueue):
                 count = max(count + 1, count * 3 // 2)
             return [held[2] for held in movable[:best]]
 
-        found = chosen([held for held in here if held[3] < self.max_moves], self.gain)
-        return found or (chosen(here, HALVES) if self.max_moves else [])
+        movable = [held for held in here if held[3] < self.max_moves]
+        found = chosen(movable, self.gain)
+        return found or (chosen(here, HALVES) if self.max_moves and len(movable) < len(here) else [])
 
     def _held(self, samples: Sequence[PlacedSample]) -> list[_Held]:
         """What an instance holds is taken to be as long as answers that came so far are, the shortest of them to the

@@ -29,8 +29,12 @@ every minute."""
 FIRST_FACTOR = 2
 """Before a step with another number can be replayed, no more than so many times the number is asked for: a long answer
 takes as long with many machines as with few, which is not to be seen from how much work there was."""
-MOST_TURNS = 5
-"""That are counted: prices and answers change, and a number that was right in spite of five turns may not be."""
+MOST_TURNS = 4
+"""That are counted."""
+FORGOTTEN_STEPS = 64
+"""After which a turn counts no more: prices and answers change, and what was chance then may not be."""
+KEPT = 0.9
+"""Of what earlier steps would have saved, with each further one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +98,11 @@ class FleetSize:
         self._asked = 0
         """Steps in a row that asked for a change in one direction, with its sign."""
         self._saving = 0.0
-        """What they would have saved, as a share of a step."""
+        """What another number would have saved lately, as shares of a step, with the sign of its direction."""
         self._went = 0
         """Direction of the last change."""
-        self._turns = 0
-        """Changes against the one before, less those that went on."""
+        self._turns = 0.0
+        """Changes against the one before, less those that went on; they are forgotten little by little."""
         self._decided = False
         """The first larger number that is known to be better is taken at once."""
         self._predictor: Predictor | None = None
@@ -248,27 +252,34 @@ class FleetSize:
                 f"{self.wanted} to {bounded}: {config.budget_per_h:g} dollars an hour pay for no more at "
                 f"{config.instance_price:.2f} each"
             )
-            self.wanted, self._decided = bounded, True
+            self._went_to(bounded)
         elif bounded > self.wanted:
             self.cause = f"{self.wanted} to {bounded}: as many as there shall be at least are paid for now"
-            self.wanted, self._decided = bounded, True
+            self._went_to(bounded)
+        self._turns = max(0.0, self._turns - 1 / FORGOTTEN_STEPS)
         gain = max(saving / self.step_cost(bounded), faster)
-        if direction == 0 or gain <= config.worth:
-            self._asked, self._saving = 0, 0.0
+        asks = direction if gain > config.worth else 0
+        self._saving = KEPT * self._saving + asks * gain
+        if not asks:
+            self._asked = 0
             if not self._decided:
                 self.cause = f"{self.wanted}: no other number is better by more than {config.worth:.0%}"
             return self.wanted
-        if self._asked * direction < 0:
-            self._asked, self._saving = 0, 0.0
-        self._asked, self._saving = self._asked + direction, self._saving + gain
-        turns = direction * self._went < 0
+        self._asked = self._asked + direction if self._asked * direction > 0 else direction
         if abs(self._asked) < config.patience and (self._decided or direction < 0):
             return self.wanted
-        if turns and self._saving < config.worth * config.patience * 2 ** (self._turns + 1):
+        least = config.worth * config.patience * 2 ** (self._turns + 1)
+        if direction * self._went < 0 and self._saving * direction < least:
             return self.wanted
-        self._turns = min(MOST_TURNS, self._turns + 1) if turns else max(0, self._turns - 1)
-        self._decided, self._went = True, direction
-        before, self.wanted, self._asked, self._saving = self.wanted, best, 0, 0.0
+        before = self.wanted
+        self._went_to(best)
         money = f"a step costs {abs(saving):.2f} dollars {'less' if saving >= 0 else 'more'}"
         self.cause = f"{before} to {best}: {money} and is {abs(faster):.1%} {'faster' if faster >= 0 else 'slower'}"
         return self.wanted
+
+    def _went_to(self, number: int) -> None:
+        direction = 1 if number > self.wanted else -1
+        change = 1 if direction * self._went < 0 else -1
+        self._turns = max(0.0, min(MOST_TURNS, self._turns + change))
+        self._went, self._decided = direction, True
+        self.wanted, self._asked, self._saving = number, 0, 0.0

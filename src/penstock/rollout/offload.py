@@ -313,7 +313,7 @@ class Offload:
         facts, plans = self.facts, dict(self.plans)
         if facts is None or not (facts.remote or facts.reserved):
             return None
-        # The slow ones have the least to do, and are released first.
+        # Fewer are taken to be the fastest ones, and more to be like those that are there.
         like = fastest_first(facts.remote, facts.prompt_tokens, facts.groups) or facts.reserved[:1]
 
         def predicted(instances: int) -> Generator[None, None, float | None]:

@@ -63,8 +63,8 @@ REPLAY_S = 1e-5
 """Of a processor, for each sample in a replay, about."""
 CLEARLY = 0.01
 """Share of a step by which some choices must be better: lower limits for engines that are alone, and reserved ones that
-take all they can in long windows. What a replay does not have, the moves that level engines at the end, is worth as
-much, and samples that had to wait may turn out to be the longest."""
+take all they can in long windows. What a replay does not have, the moves that level equal engines at the end, is
+worth as much, and samples that had to wait may turn out to be the longest."""
 FEWEST = 3
 """Choices that are looked at however short steps are."""
 

@@ -272,6 +272,7 @@ class _Replay:
         if self._open:
             self._engines += _beside(reserved, False, limits[1], window_s, context)
         self._unequal = any(engine.beside.slower > 1 for engine in self._engines)
+        self._now = 0.0
         self._events: list[tuple[float, int]] = []
         self._due_s = [math.inf] * len(self._engines)
         """Of each engine; other events of it are void."""
@@ -297,6 +298,7 @@ class _Replay:
             heapq.heappop(events)
             if self._due_s[index] != now:
                 continue
+            self._now = now
             engine = self._engines[index]
             engine.advance(now)
             if engine.ends[0][0] - engine.steps > 2 * SLIVER:
@@ -322,7 +324,7 @@ class _Replay:
 
     def _end_window(self) -> None:
         """What the reserved engines hold, and what remote ones do that comes late, is dealt to the remote ones."""
-        self._open = False
+        self._open, self._now = False, self._window_s
         for engine in self._engines:
             engine.advance(self._window_s)
         self._moved.extend(_handed_over(self._groups, self._prompt_tokens, self._engines))
@@ -348,32 +350,39 @@ class _Replay:
 
     def _fill_all(self) -> None:
         for index in range(len(self._engines)):
-            self._fill(index)
+            self._top_up(index)
+        for index in sorted(range(len(self._engines)), key=lambda index: self._engines[index].beside.slower):
+            self._level(index)
 
     def _fill(self, index: int) -> None:
         """Something happened at an engine: it may have room."""
+        self._top_up(index)
+        self._level(index)
+
+    def _top_up(self, index: int) -> None:
         engine, moved, waiting = self._engines[index], self._moved, self._waiting
         engine.settle()
         while moved and engine.takes():
             engine.give(*moved.popleft())
         while not moved and waiting and engine.takes():
             engine.give(*waiting.popleft())
-        if self._unequal and not (moved or waiting or self._open):
-            self._level(index)
         self._expect(index)
 
     def _level(self, index: int) -> None:
         """Samples run on at an engine that is faster than theirs, as they are moved near a step's end."""
         engine = self._engines[index]
+        if not self._unequal or self._moved or self._waiting or self._open or engine.at_s > self._now:
+            return
         while not engine.pending:
             slowest_s = max(self._paces_s)
             other = self._paces_s.index(slowest_s)
             source = self._engines[other]
-            if other == index or engine.pace_s(1) > LEVEL * slowest_s or source.at_s > engine.at_s:
-                return
-            source.advance(engine.at_s)
+            if other == index or engine.pace_s(1) > LEVEL * slowest_s or source.at_s > self._now:
+                break
+            source.advance(self._now)
             engine.give(*source.take_youngest())
             self._expect(other)
+        self._expect(index)
 
     def _expect(self, index: int) -> None:
         """When something is due at an engine."""

@@ -25,6 +25,8 @@ PACE = 0.25
 take alone, and 1.03, 1.02 and 1.04 at worst (`docs/decisions.md`)."""
 ALIKE = 1.1
 """Engines whose decode steps take less than this times the fastest one's are alike: learned speeds differ by chance."""
+LEAST_S = 1e-9
+"""Of a sequence in a decode step, where nothing at all was learned."""
 NARROW = 0.25
 """Of an engine's places, at which they are compared."""
 
@@ -68,6 +70,6 @@ def compared(engines: Sequence[tuple[Speed, int, float]], context: float) -> lis
         return [Beside()] * len(engines)
     speed, _, memory = engines[steps_s.index(least_s)]
     per_sequence_s = speed.sequence_s + context * speed.context_s
-    knee = speed.base_s / per_sequence_s if per_sequence_s > 0 else 0.0
+    knee = speed.base_s / max(per_sequence_s, LEAST_S)
     fit = memory / context if context > 0 else math.inf
     return [Beside(step_s / least_s, knee, fit) if step_s > ALIKE * least_s else Beside() for step_s in steps_s]
