@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue, Report
@@ -131,7 +133,9 @@ def test_what_an_engine_keeps_free_for_growth_is_learned_from_when_it_lets_nobod
     policy.finished(0, 500)
     policy.batch_ended()
     assert planned() == pytest.approx((100_000 - 74_240) / 101)
-    assert policy.engine(other, 0.0) == policy.engine(load, 0.0), "a new one is like those that are known"
+    known = policy.engine(load, 0.0)
+    assert known is not None
+    assert policy.engine(other, 0.0) == replace(known, known=False), "a new one is like those that are known"
     # Batches in which nobody waits say nothing; one that fills its memory to the brim keeps nothing free.
     policy.finished(0, 500)
     policy.batch_ended()

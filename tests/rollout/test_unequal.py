@@ -149,6 +149,18 @@ def test_whatever_the_speeds_and_limits_everything_is_generated_once(
     assert plan.step_s >= tokens
 
 
+def test_an_engine_of_which_nothing_is_known_yet_is_compared_with_nobody() -> None:
+    """What stands in for its speed may be faster than any that is known, or slower."""
+    limits = Limits(0.3, 0.3), Limits()
+
+    def seconds(other: Engine) -> float:
+        remote = [engine(), engine(), other]
+        return replay(GROUPS, 32, remote, [engine()], TRAINING, limits, 2.0).step_s
+
+    assert seconds(replace(engine(0.5), known=False)) < 1.02 * seconds(engine())
+    assert seconds(engine(0.5)) > 1.02 * seconds(replace(engine(0.5), known=False)), "two engines beside a fast one"
+
+
 def test_fewer_machines_are_predicted_to_be_the_fastest_ones_and_more_like_those_there() -> None:
     own = [engine()] * 2
 
@@ -244,6 +256,21 @@ def test_a_new_instance_is_not_taken_for_the_mean_of_the_others() -> None:
     fast, *slow, new = given_to(policy, loads, 500)
     assert new == fast == 19
     assert slow == [0, 0, 0]
+
+
+def test_until_a_new_instance_has_said_enough_its_kind_stands_in() -> None:
+    policy = Balanced(4)
+    own = [InstanceLoad("own", 0, PLACES, reserved=True)]
+    others = [InstanceLoad(name, 0, PLACES) for name in ("one", "new")]
+    policy.assign(Queue(0), [*own, *others])
+    for k in range(40):
+        for name, by in (("own", 0.5), ("one", 1.0)):
+            running, context = 1 + k * 7 % 40, CONTEXT * (1 + k * 13 % 50)
+            policy.report(Report(name, 10 * slower(by).step_s(running, context), running, context, 10 * running, 0))
+    found = policy.engine(others[1], 0.0)
+    assert found is not None
+    assert not found.known
+    assert found.speed.step_s(20, 20000) == pytest.approx(TRUTH.step_s(20, 20000), rel=0.02)
 
 
 def test_one_that_was_too_slow_is_tried_with_a_few_samples_now_and_then_and_comes_back() -> None:

@@ -13,6 +13,7 @@ from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue, Report
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.curves import Speed
 from penstock.rollout.offload import Offload
+from penstock.rollout.step_replay import Limits, Plan
 from penstock.simulate.profiles import Lengths, MachineProfile, Prices, Profile, Training
 from penstock.simulate.strategy import FixedSize, Strategy
 from penstock.simulate.traces import static_trace
@@ -35,11 +36,22 @@ def run(quick: bool) -> list[Result]:
     loads, held = _uneven()
     moves = [_cpu_s(lambda: policy.moves(0, loads, held.__getitem__)) / SAMPLES for _ in range(repetitions)]
     one = [_cpu_s(lambda: policy.assign(Queue(fresh=1), loads)) for _ in range(50)]
+    policy.follow(Plan(Limits(0.5, 0.2), Limits(), 100.0))
+    in_step = Queue(fresh=SAMPLES, samples_per_prompt=8, elapsed_s=1.0, prompt_tokens=512.0)
+    planned = [_cpu_s(lambda: policy.assign(in_step, empty)) / SAMPLES for _ in range(repetitions)]
+    fresh = []
+    for k in range(50):
+        policy.report(Report(f"i{k}", 1.0, 50.0, 2e5, 5000, 0))
+        fresh.append(_cpu_s(lambda: policy.assign(Queue(fresh=1, elapsed_s=1.0, prompt_tokens=512.0), loads)))
     what = f"{INSTANCES} instances, {SAMPLES:,} samples"
     results = [
         at_most(f"assigning all: {what}", 1e6 * median(assign), TARGET_US, "us/sample"),
         at_most(f"looking for moves: {what}", 1e6 * median(moves), TARGET_US, "us/sample"),
+        at_most(f"assigning all, within a plan's limits: {what}", 1e6 * median(planned), TARGET_US, "us/sample"),
         Result(f"assigning one: {INSTANCES} instances", 1e6 * median(one), "us", note="grows with instances"),
+        Result(
+            f"assigning one within a plan's limits, after a report: {INSTANCES} instances", 1e6 * median(fresh), "us"
+        ),
     ]
     few, many = (2_000, 4_000) if quick else (4_000, 20_000)
     costs = [_agents_s(samples) for samples in (few, many)]

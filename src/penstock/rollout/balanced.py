@@ -43,6 +43,9 @@ LONG_ANSWERS = 4.0
 WAITING = 8
 """So many times as often as one that runs, a sample that waits is moved: it pays no prefill that it would not pay where
 it is."""
+COMPARED = 16
+"""Reports after which an instance is compared with others: a curve of fewer may be far off beside where it was seen,
+and one that passes for much faster than it is would leave all others without work."""
 PROBED = 16
 """Batches without a report, after which an instance that is too slow for any sample is given some: it may be slow no
 more."""
@@ -74,6 +77,8 @@ class Balanced(ShortestQueue):
     lengths: AnswerLengths = field(default_factory=AnswerLengths)
     fleet_curve: StepCurve = field(default_factory=StepCurve)
     curves: dict[str, StepCurve] = field(default_factory=dict)
+    _kind_curves: dict[bool | None, StepCurve] = field(default_factory=dict)
+    """Of the trainer's own instances, and of the others."""
     _memory: dict[str, float] = field(default_factory=dict)
     """Tokens of context that an instance held at most while samples waited at it."""
     _emptiest: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -114,7 +119,9 @@ class Balanced(ShortestQueue):
     # ---- told
 
     def report(self, report: Report) -> None:
-        for curve in (self.curves.setdefault(report.instance, StepCurve()), self.fleet_curve):
+        own = self.curves.setdefault(report.instance, StepCurve())
+        kind = self._kind_curves.setdefault(self._reserved.get(report.instance), StepCurve())
+        for curve in (own, kind, self.fleet_curve):
             curve.report(report.wall_s, report.running, report.context_tokens, report.tokens, report.prefilled)
         self._weights.pop(report.instance, None)
         self._unheard.pop(report.instance, None)
@@ -159,8 +166,15 @@ class Balanced(ShortestQueue):
     # ---- learned
 
     def speed(self, instance: str) -> Speed | None:
-        """Of one instance; the fleet's where it has said too little."""
-        return self._own_speed(instance) or self.fleet_curve.speed
+        """Of one instance; its kind's where it has said too little, or else the fleet's."""
+        own = self._own_speed(instance)
+        if own is None and (kind := self._kind_curves.get(self._reserved.get(instance))) is not None:
+            own = kind.speed
+        return own or self.fleet_curve.speed
+
+    def _comparable(self, instance: str) -> bool:
+        own = self.curves.get(instance)
+        return own is not None and own.reports >= COMPARED and own.speed is not None
 
     def _own_speed(self, instance: str) -> Speed | None:
         own = self.curves.get(instance)
@@ -202,7 +216,7 @@ class Balanced(ShortestQueue):
         if speed is None:
             return None
         memory, reserve = self.memory(load.instance), self.reserve(load.instance)
-        return Engine(speed, load.max_running, starts_s, memory, reserve)
+        return Engine(speed, load.max_running, starts_s, memory, reserve, self._comparable(load.instance))
 
     def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
         self._per_prompt, self._elapsed_s = queue.samples_per_prompt, queue.elapsed_s
@@ -416,7 +430,7 @@ class Balanced(ShortestQueue):
         return {
             load.instance: (speed, load.max_running, self.memory(load.instance))
             for load in loads
-            if (speed := self._own_speed(load.instance) if own else self.speed(load.instance)) is not None
+            if (speed := self.speed(load.instance)) is not None and (self._comparable(load.instance) or not own)
         }
 
     def _worth(

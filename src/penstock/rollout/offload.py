@@ -355,7 +355,8 @@ def thinned(facts: Facts, most: int = MOST_REPLAYED) -> Facts:
     def scaled(engine: Engine) -> Engine:
         speed = engine.speed
         slower = Speed(speed.base_s, f * speed.sequence_s, f * speed.context_s, f * speed.prefill_s)
-        return Engine(slower, max(1, round(engine.places / f)), engine.starts_s, engine.memory / f, engine.reserve)
+        places = max(1, round(engine.places / f))
+        return replace(engine, speed=slower, places=places, memory=engine.memory / f)
 
     training = facts.training
     fewer = max(1, round(training.micro_batch_samples / f))

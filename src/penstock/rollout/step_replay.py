@@ -54,6 +54,8 @@ class Engine:
     """Tokens of context that fit at once; when more are there, the last one in is put back and prefilled again."""
     reserve: float = 0.0
     """Tokens of it that are kept free for each sequence to grow when another is let in."""
+    known: bool = True
+    """The speed is its own, and not that of others like it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +405,9 @@ def _beside(engines: Sequence[Engine], remote: bool, limits: Limits, window_s: f
 
 
 def _compared(engines: Sequence[Engine], context: float) -> list[Beside]:
-    return compared([(engine.speed, engine.places, engine.memory) for engine in engines], context)
+    """Those of which nothing is known yet pass for the fastest, and nobody is compared with them."""
+    known = iter(compared([(one.speed, one.places, one.memory) for one in engines if one.known], context))
+    return [next(known) if engine.known else Beside() for engine in engines]
 
 
 def fastest_first(engines: Sequence[Engine], prompt_tokens: float, groups: Sequence[Sequence[int]]) -> list[Engine]:
