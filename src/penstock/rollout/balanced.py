@@ -166,11 +166,8 @@ class Balanced(ShortestQueue):
     # ---- learned
 
     def speed(self, instance: str) -> Speed | None:
-        """Of one instance; its kind's where it has said too little, or else the fleet's."""
-        own = self._own_speed(instance)
-        if own is None and (kind := self._kind_curves.get(self._reserved.get(instance))) is not None:
-            own = kind.speed
-        return own or self.fleet_curve.speed
+        """Of one instance; the fleet's where it has said too little."""
+        return self._own_speed(instance) or self.fleet_curve.speed
 
     def _comparable(self, instance: str) -> bool:
         own = self.curves.get(instance)
@@ -212,7 +209,9 @@ class Balanced(ShortestQueue):
     def engine(self, load: InstanceLoad, starts_s: float) -> Engine | None:
         """An instance for a plan; None while its speed is not known."""
         self._note(load)
-        speed = self.speed(load.instance)
+        kind = self._kind_curves.get(load.reserved)
+        # The mean of the trainer's engines and of others says little of either.
+        speed = self._own_speed(load.instance) or (kind.speed if kind is not None else None) or self.fleet_curve.speed
         if speed is None:
             return None
         memory, reserve = self.memory(load.instance), self.reserve(load.instance)

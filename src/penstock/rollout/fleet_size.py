@@ -240,7 +240,7 @@ class FleetSize:
         config = self.config
         most = min(config.ceiling, self._affordable)
         if not self._decided and self._predictor is None:
-            most = min(most, max(self._floor, FIRST_FACTOR * self.wanted, 1))
+            most = min(most, max(self._floor, FIRST_FACTOR * max(1, self.wanted)))
         best = self._best(self._floor, most)
         bounded = max(self._floor, min(most, self.wanted))
         direction = (best > bounded) - (best < bounded)
