@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from balance_helpers import report_of, rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,19 +23,11 @@ def learned(max_pending: int = 4, **options: float) -> Balanced:
     """A policy that has seen enough of two equal machines and of answers of 100 to 1000 tokens."""
     policy = Balanced(max_pending, **options)  # type: ignore[arg-type]
     for k in range(40):
-        running, context = 1 + k * 7 % 40, 1000.0 * (1 + k * 13 % 50)
-        wall_s = 100 * TRUTH.step_s(running, context) + 1000 * (k % 3) * TRUTH.prefill_s
-        policy.report(Report(f"i{k % 2}", wall_s, running, context, 100 * running, 1000 * (k % 3)))
+        policy.report(report_of(f"i{k % 2}", TRUTH, k, 100))
     for k in range(200):
         policy.finished(k // 4, 100 + 900 * (k * 37 % 200) // 200)
     policy.batch_ended()
     return policy
-
-
-def rows(
-    first: int, count: int, tokens: int = 50, running: bool = True, moves: int = 0, shifts: int = 0
-) -> list[PlacedSample]:
-    return [PlacedSample(first + k, tokens, 64 + tokens, running, moves, -1, shifts) for k in range(count)]
 
 
 def test_running_samples_move_to_an_idle_instance_and_not_the_other_way() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from dataclasses import replace
 
 import pytest
+from balance_helpers import report_of, rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -192,19 +193,11 @@ def learned(lengths: bool = True, **factors: float) -> Balanced:
     policy = Balanced(4)
     for name, by in factors.items():
         for k in range(20):
-            running, context = 1 + k * 7 % 40, CONTEXT * (1 + k * 13 % 50)
-            wall_s = 10 * slower(by).step_s(running, context) + 1000 * (k % 3) * by * TRUTH.prefill_s
-            policy.report(Report(name, wall_s, running, context, 10 * running, 1000 * (k % 3)))
+            policy.report(report_of(name, slower(by), k, 10))
     for k in range(200 if lengths else 0):
         policy.finished(k // 4, 100 + 1900 * (k * 37 % 200) // 200)
     policy.batch_ended()
     return policy
-
-
-def rows(
-    first: int, count: int, tokens: int = 1900, running: bool = True, moves: int = 0, shifts: int = 0
-) -> list[PlacedSample]:
-    return [PlacedSample(first + k, tokens, 64 + tokens, running, moves, -1, shifts) for k in range(count)]
 
 
 def given_to(policy: Balanced, loads: list[InstanceLoad], count: int) -> list[int]:
@@ -258,6 +251,19 @@ def test_a_new_instance_is_not_taken_for_the_mean_of_the_others() -> None:
     assert slow == [0, 0, 0]
 
 
+def test_one_that_has_said_little_is_compared_with_nobody() -> None:
+    policy = learned(fast=1.0)
+    policy.follow(Plan(Limits(0.3, 0.3), Limits(), 10.0))
+    loads = [InstanceLoad("fast", 0, PLACES), InstanceLoad("new", 0, PLACES)]
+    for k in range(12):
+        policy.report(report_of("new", slower(0.2), k, 10))
+    assert policy.speed("new") is not None
+    assert given_to(policy, loads, 500) == [19, 19]
+    for k in range(12):
+        policy.report(report_of("new", slower(0.2), k, 10))
+    assert given_to(policy, loads, 500) == [0, 19]
+
+
 def test_until_a_new_instance_has_said_enough_its_kind_stands_in() -> None:
     policy = Balanced(4)
     own = [InstanceLoad("own", 0, PLACES, reserved=True)]
@@ -265,8 +271,7 @@ def test_until_a_new_instance_has_said_enough_its_kind_stands_in() -> None:
     policy.assign(Queue(0), [*own, *others])
     for k in range(40):
         for name, by in (("own", 0.5), ("one", 1.0)):
-            running, context = 1 + k * 7 % 40, CONTEXT * (1 + k * 13 % 50)
-            policy.report(Report(name, 10 * slower(by).step_s(running, context), running, context, 10 * running, 0))
+            policy.report(report_of(name, slower(by), k, 10))
     found = policy.engine(others[1], 0.0)
     assert found is not None
     assert not found.known

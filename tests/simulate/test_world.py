@@ -268,16 +268,10 @@ def test_small_steps_whose_answers_take_longer_than_training_are_no_slower_than_
 @pytest.mark.parametrize("factor", [2.0, 4.0])
 def test_slow_machines_beside_fast_ones_do_not_make_steps_longer(factor: float) -> None:
     usual = shipped("qwen3-8b").model_copy(update={"prompts": 32})
-    slower = usual.spot.model_copy(
-        update={
-            name: factor * getattr(usual.spot, name)
-            for name in ("step_base_s", "sequence_s", "context_s", "prefill_s_per_token")
-        }
-    )
-    profile = usual.model_copy(update={"kinds": {"slow": slower}})
+    profile = usual.model_copy(update={"kinds": {"slow": usual.spot.slower_by(factor)}})
 
     def later_s(*nodes: str) -> float:
-        trace = Trace(tuple(Change(0.0, node, True) for node in nodes), 1e9)
+        trace = static_trace(nodes, 1e9)
         outcome = simulate(profile, trace, make_strategy("penstock", profile, machines=len(nodes)), steps=5)
         return sum(step.times.step_s for step in outcome.steps[1:])
 

@@ -28,7 +28,7 @@ from penstock.simulate.bound import least_run_s
 from penstock.simulate.lengths import step_samples
 from penstock.simulate.outcome import Outcome
 from penstock.simulate.profiles import Profile, shipped
-from penstock.simulate.traces import Change, Trace, read_trace, static_trace
+from penstock.simulate.traces import Trace, read_trace, static_trace
 from penstock.simulate.tune import tune
 from penstock.simulate.world import simulate
 
@@ -43,7 +43,6 @@ ABLATED = "qwen3-14b"
 """The paper's ablations are of this model."""
 SEEDS = 3
 """Of lengths and of who is taken away, on each trace in the folder."""
-SPEED = ("step_base_s", "sequence_s", "context_s", "prefill_s_per_token")
 ENOUGH_STEPS = 3
 """A window in which fewer steps end says more about where it was cut than about a policy."""
 
@@ -262,13 +261,14 @@ def _unequal(quick: bool) -> list[Result]:
     for model in MODELS[:1] if quick else MODELS[::2]:
         for prompts, (fast, slow), factor in itertools.product((128, 32), ((4, 4), (1, 3)), (2.0, 4.0)):
             usual = shipped(model).model_copy(update={"prompts": prompts})
-            slower = {name: getattr(usual.spot, name) * factor for name in SPEED}
-            profile = usual.model_copy(update={"kinds": {"slow": usual.spot.model_copy(update=slower)}})
-            ours, paper = (
-                simulate(profile, _of_kinds(fast, slow), make_strategy(name, profile, machines=fast + slow), steps=6)
-                for name in ("penstock", "rlboost")
-            )
-            alone = simulate(profile, _of_kinds(fast, 0), make_strategy("penstock", profile, machines=fast), steps=6)
+            profile = usual.model_copy(update={"kinds": {"slow": usual.spot.slower_by(factor)}})
+            nodes = [f"fast:{k}" for k in range(fast)] + [f"slow:{k}" for k in range(slow)]
+
+            def run(strategy: str, nodes: list[str], profile: Profile = profile) -> Outcome:
+                trace = static_trace(nodes, 1e9)
+                return simulate(profile, trace, make_strategy(strategy, profile, machines=len(nodes)), steps=6)
+
+            ours, paper, alone = run("penstock", nodes), run("rlboost", nodes), run("penstock", nodes[:fast])
             ratios.append(same_work([ours], [paper]))
             # In a run's first step nobody's speed is known.
             gains.append(_later_s(alone) / _later_s(ours))
@@ -284,11 +284,6 @@ def _unequal(quick: bool) -> list[Result]:
 
 def _later_s(outcome: Outcome) -> float:
     return fmean(step.times.step_s for step in outcome.steps[1:])
-
-
-def _of_kinds(fast: int, slow: int) -> Trace:
-    nodes = [f"fast:{k}" for k in range(fast)] + [f"slow:{k}" for k in range(slow)]
-    return Trace(tuple(Change(0.0, node, True) for node in nodes), 1e9)
 
 
 def _on(

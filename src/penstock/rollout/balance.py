@@ -359,7 +359,11 @@ def _deal(
     waiting: int, held: list[int], weights: Sequence[float], rooms: Sequence[int], handicaps: Sequence[float]
 ) -> list[int]:
     """Indices of instances, each next sample to the one with the fewest for its weight; counts them into `held`."""
-    heap = [((held[k] + handicaps[k]) / weights[k], k) for k in range(len(held)) if held[k] < rooms[k]]
+
+    def level(k: int) -> tuple[float, int]:
+        return (held[k] + handicaps[k]) / weights[k], k
+
+    heap = [level(k) for k in range(len(held)) if held[k] < rooms[k]]
     heapq.heapify(heap)
     picks: list[int] = []
     while heap and len(picks) < waiting:
@@ -367,7 +371,7 @@ def _deal(
         picks.append(index)
         held[index] += 1
         if held[index] < rooms[index]:
-            heapq.heapreplace(heap, ((held[index] + handicaps[index]) / weights[index], index))
+            heapq.heapreplace(heap, level(index))
         else:
             heapq.heappop(heap)
     return picks

@@ -169,9 +169,9 @@ class Balanced(ShortestQueue):
         """Of one instance; the fleet's where it has said too little."""
         return self._own_speed(instance) or self.fleet_curve.speed
 
-    def _comparable(self, instance: str) -> bool:
+    def _comparable_speed(self, instance: str) -> Speed | None:
         own = self.curves.get(instance)
-        return own is not None and own.reports >= COMPARED and own.speed is not None
+        return own.speed if own is not None and own.reports >= COMPARED else None
 
     def _own_speed(self, instance: str) -> Speed | None:
         own = self.curves.get(instance)
@@ -201,21 +201,23 @@ class Balanced(ShortestQueue):
 
     def places(self, load: InstanceLoad) -> int:
         """Sequences that an instance runs at once, with as much context as they have on average."""
-        memory = self.memory(load.instance)
-        if memory == math.inf:
-            return load.max_running
-        return int(max(1.0, min(load.max_running, memory / max(1.0, self.lengths.mean_progress or self._context))))
+        return self._fit(load, self.lengths.mean_progress or self._context)
+
+    def _fit(self, load: InstanceLoad, context: float) -> int:
+        """Sequences of so much context that an instance runs at once."""
+        return int(max(1.0, min(load.max_running, self.memory(load.instance) / max(1.0, context))))
 
     def engine(self, load: InstanceLoad, starts_s: float) -> Engine | None:
         """An instance for a plan; None while its speed is not known."""
         self._note(load)
-        kind = self._kind_curves.get(load.reserved)
         # The mean of the trainer's engines and of others says little of either.
+        kind = self._kind_curves.get(load.reserved)
         speed = self._own_speed(load.instance) or (kind.speed if kind is not None else None) or self.fleet_curve.speed
         if speed is None:
             return None
         memory, reserve = self.memory(load.instance), self.reserve(load.instance)
-        return Engine(speed, load.max_running, starts_s, memory, reserve, self._comparable(load.instance))
+        known = self._comparable_speed(load.instance) is not None
+        return Engine(speed, load.max_running, starts_s, memory, reserve, known)
 
     def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
         self._per_prompt, self._elapsed_s = queue.samples_per_prompt, queue.elapsed_s
@@ -223,17 +225,16 @@ class Balanced(ShortestQueue):
             self._note(load)
             self._windows |= load.reserved
         self._shares = None
-        levels = type(self).weight is Balanced.weight
-        if not levels or self.plan is None or queue.elapsed_s is None:
-            # A user's own weight says what is level.
-            self._beside.clear()
-            self._compared = None
         if self.plan is not None and queue.elapsed_s is not None:
             at = queue.elapsed_s, self.plan.window_s
             self._shares = (self.plan.remote.share(*at), self.plan.reserved.share(*at))
-            if levels:
-                self._compare(loads, queue.prompt_tokens)
+        self._compare(loads, queue.prompt_tokens)
         return super().assign(queue, loads)
+
+    @property
+    def _by_speed(self) -> bool:
+        """Speeds say what is level; else a user's own weight does."""
+        return type(self).weight is Balanced.weight
 
     def _note(self, load: InstanceLoad) -> None:
         if self._reserved.get(load.instance) is not load.reserved:
@@ -265,16 +266,26 @@ class Balanced(ShortestQueue):
         return self._beside.get(instance, FASTEST)
 
     def _compare(self, loads: Sequence[InstanceLoad], prompt_tokens: float) -> None:
-        """Instances of each kind with one another; not those of which too little is known."""
-        those = prompt_tokens, [load.instance for load in loads]
-        if those == self._compared:
+        """Where a plan's limits hold, and speeds say what is level."""
+        if self._shares is None or not self._by_speed:
+            self._beside, self._compared = {}, None
             return
-        self._compared = those
-        self._beside.clear()
-        context = self.lengths.mean_progress + prompt_tokens
+        those = prompt_tokens, [load.instance for load in loads]
+        if those != self._compared:
+            self._compared = those
+            self._beside = self._besides(loads, self.lengths.mean_progress + prompt_tokens)
+
+    def _besides(self, loads: Sequence[InstanceLoad], context: float) -> dict[str, Beside]:
+        """Instances of each kind beside one another; not those of which too little is known."""
+        found: dict[str, Beside] = {}
         for kind in (True, False):
-            engines = self._engines((load for load in loads if load.reserved is kind), own=True)
-            self._beside.update(zip(engines, compared(list(engines.values()), context)))
+            engines = {
+                load.instance: (speed, load.max_running, self.memory(load.instance))
+                for load in loads
+                if load.reserved is kind and (speed := self._comparable_speed(load.instance)) is not None
+            }
+            found.update(zip(engines, compared(list(engines.values()), context)))
+        return found
 
     def together(self, queue: Queue, going: int, loads: Sequence[InstanceLoad]) -> bool:
         """Not where nobody is left to level instances with later: most of a prompt's answers are long or short, and of
@@ -403,34 +414,20 @@ class Balanced(ShortestQueue):
 
     def _ends(self, loads: Sequence[InstanceLoad], placed: Callable[[str], Sequence[PlacedSample]]) -> dict[str, float]:
         """Seconds until each instance has finished what it holds; empty where that isn't cheap to say, or not known."""
-        if type(self).weight is not Balanced.weight:
-            # A user's own says what is level.
+        if not self._by_speed or sum(load.samples for load in loads) > FEW_SAMPLES:
             return {}
-        if sum(load.samples for load in loads) > FEW_SAMPLES:
-            return {}
-        engines = self._engines(loads)
-        if len(engines) < len(loads):
-            return {}
-        if not (self.lengths.known or self._unequal(loads)):
-            # How many there are says more than how far they have come.
-            return {}
-        return {
-            load.instance: self._drain(engines[load.instance][0], load, self._held(placed(load.instance)))
-            for load in loads
-        }
-
-    def _unequal(self, loads: Sequence[InstanceLoad]) -> bool:
-        """Whether instances of a kind differ in speed by more than chance."""
-        kinds = (self._engines((load for load in loads if load.reserved is kind), own=True) for kind in (True, False))
-        return any(beside.slower > 1 for kind in kinds for beside in compared(list(kind.values()), self._context))
-
-    def _engines(self, loads: Iterable[InstanceLoad], own: bool = False) -> dict[str, tuple[Speed, int, float]]:
-        """(speed, places, tokens of memory) of those whose speed is known; `own`: from what they said themselves."""
-        return {
-            load.instance: (speed, load.max_running, self.memory(load.instance))
-            for load in loads
-            if (speed := self.speed(load.instance)) is not None and (self._comparable(load.instance) or not own)
-        }
+        if not self.lengths.known:
+            besides = self._besides(loads, self._context).values()
+            if not any(beside.slower > 1 for beside in besides):
+                # How many there are says more than how far they have come.
+                return {}
+        found = {}
+        for load in loads:
+            speed = self.speed(load.instance)
+            if speed is None:
+                return {}
+            found[load.instance] = self._drain(speed, load, self._held(placed(load.instance)))
+        return found
 
     def _worth(
         self,
@@ -488,8 +485,5 @@ class Balanced(ShortestQueue):
         ]
 
     def _drain(self, speed: Speed, load: InstanceLoad, held: Sequence[_Held], prefill: float = 0.0) -> float:
-        memory, places = self.memory(load.instance), load.max_running
-        if held and memory < math.inf:
-            mean = sum(context + left / 2 for left, context, _, _ in held) / len(held)
-            places = int(max(1.0, min(places, memory / max(1.0, mean))))
-        return drain_s(speed, places, [(left, context) for left, context, _, _ in held], prefill)
+        mean = sum(context + left / 2 for left, context, _, _ in held) / max(1, len(held))
+        return drain_s(speed, self._fit(load, mean), [(left, context) for left, context, _, _ in held], prefill)

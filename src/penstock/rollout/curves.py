@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["AnswerLengths", "Speed", "StepCurve", "drain_s"]
+__all__ = ["AnswerLengths", "Speed", "StepCurve", "drain_s", "mean_progress"]
 
 FORGET = 0.98
 """Weight of what was known before one more report: a memory of about fifty, so that a throttled card is noticed."""
@@ -169,8 +169,7 @@ class AnswerLengths:
             self._sums = [0]
             for length in self._sorted:
                 self._sums.append(self._sums[-1] + length)
-            squares = sum(length * length for length in self._sorted)
-            self._mean_progress = squares / (2 * max(1, self._sums[-1]))
+            self._mean_progress = mean_progress(self._sorted)
             self._stale = False
 
     @property
@@ -183,7 +182,7 @@ class AnswerLengths:
 
     @property
     def mean_progress(self) -> float:
-        """Tokens that a running answer has, averaged over the time that all of them run: E[n^2] / 2 E[n]."""
+        """Of all that are remembered."""
         return self._mean_progress
 
     def left(self, so_far: int) -> float:
@@ -202,6 +201,11 @@ class AnswerLengths:
         if not count:
             return max(1.0, 0.05 * so_far) if self._sorted else 0.0
         return self._sorted[above + min(count - 1, int(quantile * count))] - so_far
+
+
+def mean_progress(lengths: Sequence[int]) -> float:
+    """Tokens that a running answer has, averaged over the time that all of them run: E[n^2] / 2 E[n]."""
+    return sum(length * length for length in lengths) / (2 * max(1, sum(lengths)))
 
 
 def drain_s(

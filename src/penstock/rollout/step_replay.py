@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from penstock.rollout.curves import Speed
+from penstock.rollout.curves import Speed, mean_progress
 from penstock.rollout.unequal import Beside, compared
 
 __all__ = [
@@ -269,7 +269,7 @@ class _Replay:
             (float(length), group, prompt_tokens + length) for group, row in enumerate(groups) for length in row
         )
         self._moved: deque[tuple[float, int, float]] = deque()
-        context = prompt_tokens + _mean_progress(groups)
+        context = _typical_context(groups, prompt_tokens)
         self._engines = _beside(remote, True, limits[0], window_s, context)
         if self._open:
             self._engines += _beside(reserved, False, limits[1], window_s, context)
@@ -384,7 +384,7 @@ class _Replay:
             source.advance(self._now)
             engine.give(*source.take_youngest())
             self._expect(other)
-        self._expect(index)
+            self._expect(index)
 
     def _expect(self, index: int) -> None:
         """When something is due at an engine."""
@@ -412,14 +412,12 @@ def _compared(engines: Sequence[Engine], context: float) -> list[Beside]:
 
 def fastest_first(engines: Sequence[Engine], prompt_tokens: float, groups: Sequence[Sequence[int]]) -> list[Engine]:
     """In the order of speed with such answers; those that are alike as they were."""
-    known = _compared(engines, prompt_tokens + _mean_progress(groups))
+    known = _compared(engines, _typical_context(groups, prompt_tokens))
     return [engine for _, engine in sorted(zip(known, engines), key=lambda pair: pair[0].slower)]
 
 
-def _mean_progress(groups: Sequence[Sequence[int]]) -> float:
-    """Tokens that an answer has, averaged over the time that all of them run: E[n^2] / 2 E[n]."""
-    tokens = sum(sum(row) for row in groups)
-    return sum(length * length for row in groups for length in row) / max(1, 2 * tokens)
+def _typical_context(groups: Sequence[Sequence[int]], prompt_tokens: float) -> float:
+    return prompt_tokens + mean_progress([length for row in groups for length in row])
 
 
 def _handed_over(

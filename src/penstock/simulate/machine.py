@@ -182,18 +182,11 @@ class Machine:
     def placed(self) -> list[PlacedSample]:
         """What a manager would know of its samples."""
         rows = []
-        for sample in self.running.values():
-            done = int(self.progress(sample))
+        for sample in (*self.running.values(), *self.pending):
+            done, running = int(self.progress(sample)), sample.number in self.running
             rows.append(
                 PlacedSample(
-                    sample.lease, done, sample.prompt_tokens + done, True, sample.moves, sample.prompt, sample.shifts
-                )
-            )
-        for sample in self.pending:
-            done = int(sample.done)
-            rows.append(
-                PlacedSample(
-                    sample.lease, done, sample.prompt_tokens + done, False, sample.moves, sample.prompt, sample.shifts
+                    sample.lease, done, sample.prompt_tokens + done, running, sample.moves, sample.prompt, sample.shifts
                 )
             )
         return rows

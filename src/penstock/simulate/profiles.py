@@ -57,6 +57,11 @@ class MachineProfile(_Strict):
     boot_s: NotNegative = 0.0
     """From being asked for to being connected, engine started."""
 
+    def slower_by(self, factor: float) -> MachineProfile:
+        """One like it that takes so many times as long for all that it computes."""
+        times = ("step_base_s", "sequence_s", "context_s", "prefill_s_per_token")
+        return self.model_copy(update={name: factor * getattr(self, name) for name in times})
+
     def step_s(self, running: float, context: float) -> float:
         """One decode step; `context` is the sum over the running sequences."""
         return self.step_base_s + running * self.sequence_s + context * self.context_s

@@ -121,9 +121,10 @@ def read_trace(path: Path, seed: int = 0) -> Trace:
     return _counted(path, rows, seed)
 
 
-def static_trace(machines: int, duration_s: float) -> Trace:
-    """So many machines, all the time."""
-    return Trace(tuple(Change(0.0, f"node{k}", True) for k in range(machines)), duration_s)
+def static_trace(machines: int | Iterable[str], duration_s: float) -> Trace:
+    """So many machines, or those of these names, all the time."""
+    nodes = [f"node{k}" for k in range(machines)] if isinstance(machines, int) else machines
+    return Trace(tuple(Change(0.0, node, True) for node in nodes), duration_s)
 
 
 def from_counts(series: Iterable[tuple[float, int]], duration_s: float, seed: int = 0) -> Trace:
