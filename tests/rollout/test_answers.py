@@ -69,16 +69,20 @@ def test_a_weight_of_nothing_is_refused_with_the_class_that_gave_it() -> None:
 
 @dataclass
 class Sized(ShortestQueue):
-    """Weights and rooms of any kind."""
+    """Weights, rooms and handicaps of any kind."""
 
     of_weight: Any = 1.0
     of_room: Any = 4
+    of_handicap: Any = 0.0
 
     def weight(self, load: InstanceLoad) -> float:
         return self.of_weight  # type: ignore[no-any-return]
 
     def room(self, load: InstanceLoad) -> int:
         return self.of_room  # type: ignore[no-any-return]
+
+    def handicap(self, load: InstanceLoad) -> float:
+        return self.of_handicap  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -91,9 +95,12 @@ class Sized(ShortestQueue):
         (Sized(4, of_weight=-1), r"Sized\.weight gave \[-1, -1\]"),
         (Sized(4, of_room="x"), r"Sized\.room gave \['x', 'x'\]"),
         (Sized(4, of_room=float("nan")), r"Sized\.room gave \[nan, nan\]; each must be a number"),
+        (Sized(4, of_handicap="x"), r"Sized\.handicap gave \['x', 'x'\]; each must be a finite number"),
+        (Sized(4, of_handicap=float("nan")), r"Sized\.handicap gave \[nan, nan\]"),
+        (Sized(4, of_handicap=float("inf")), r"Sized\.handicap gave \[inf, inf\]"),
     ],
 )
-def test_weights_and_rooms_are_numbers(policy: ShortestQueue, says: str) -> None:
+def test_weights_rooms_and_handicaps_are_numbers(policy: ShortestQueue, says: str) -> None:
     with pytest.raises(PolicyError, match=rf"the balance policy test_answers:Sized .*{says}"):
         ask_picks(policy, Queue(fresh=2), LOADS)
     if "weight" in says:

@@ -258,6 +258,8 @@ class ShortestQueue:
         if not _are_numbers(rooms):
             raise PolicyError(f"{type(self).__qualname__}.room gave {rooms}; each must be a number")
         handicaps = [self.handicap(load) for load in loads]
+        if not _are_numbers(handicaps) or not all(map(math.isfinite, handicaps)):
+            raise PolicyError(f"{type(self).__qualname__}.handicap gave {handicaps}; each must be a finite number")
         picks = _deal(moved, held, weights, rooms, handicaps) if moved else []
         if len(picks) < moved:
             return picks
