@@ -44,6 +44,7 @@ class Box:
     alive: bool = True
     connected: bool = False
     samples: int = 0
+    slower: float = 1.0
     told: bool = False
     left: set[str] = field(default_factory=set)
     """Peers of its agents that were told to leave."""
@@ -131,7 +132,10 @@ class World:
             booted = [box for box in self.boxes.values() if box.connected]
             return hand + [InstanceView(f"p-{b.id}", f"ip-{b.id}", f"ip-{b.id}", False, True, False, 5) for b in booted]
         return hand + [
-            InstanceView(peer, peer if k == 0 else f"gpu{k}", f"{box.id}.internal", False, True, False, box.samples)
+            InstanceView(
+                *(peer, peer if k == 0 else f"gpu{k}", f"{box.id}.internal", False, True, False, box.samples),
+                slower=box.slower,
+            )
             for box in self.boxes.values()
             for k in range(self.agents)
             if box.connected and ((peer := box.id + f"+{k}" * (k > 0)) not in box.left or self.deaf)

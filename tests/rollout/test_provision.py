@@ -65,12 +65,12 @@ def test_the_cool_down_is_as_long_as_machines_take_to_start() -> None:
     assert world.states() == []
 
 
-def test_idle_machines_go_first_and_of_those_the_dearest() -> None:
+def test_much_dearer_machines_go_first_and_idle_ones_before_a_little_dearer_ones() -> None:
     world = World(works=False)
     world.machines.want(3, 0.0)
     world.pass_time(30)
     world.boxes["m-1"].samples = 5
-    prices = {"m-1": 99.0, "m-2": 50.0, "m-3": 36.0}
+    prices = {"m-1": 37.0, "m-2": 50.0, "m-3": 36.0}
     for machine in world.machines.machines:
         machine.price_per_h = prices[machine.id]
         machine.samples = world.boxes[machine.id].samples

@@ -8,6 +8,7 @@ import pytest
 from simulated import MACHINE, small_profile
 
 from penstock.rollout.balance import ShortestQueue
+from penstock.rollout.balanced import Balanced
 from penstock.rollout.offload import Predictor, StepTimes
 from penstock.simulate.outcome import Outcome
 from penstock.simulate.profiles import Profile
@@ -110,6 +111,15 @@ def test_those_longest_there_are_taken_and_the_last_one_taken_is_given_back() ->
         ["a", "b"],
     ]
     assert not any(stay.preempted for step in stays for stay in step)
+
+
+def test_a_slow_machine_is_given_back_before_younger_ones_once_it_is_known_as_slow() -> None:
+    profile = small_profile(kinds={"slow": MACHINE.slower_by(2.5)})
+    trace = static_trace(["fast:0", "slow:1", "fast:2"], 1e9)
+    sizes = Sizes([3, 3, 3, 3, 2])
+    strategy = Strategy("own", Balanced(8), None, sizes)
+    stays = simulate(profile, trace, strategy, steps=5).stays
+    assert [stay.node for stay in stays[-1] if stay.left_at is None] == ["fast:0", "fast:2"]
 
 
 def test_who_is_taken_away_makes_room_for_the_next_one_that_is_there() -> None:

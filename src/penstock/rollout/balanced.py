@@ -165,6 +165,11 @@ class Balanced(ShortestQueue):
 
     # ---- learned
 
+    def slower(self, loads: Sequence[InstanceLoad]) -> dict[str, float]:
+        """Times as long as the fastest one's of its kind an instance's decode step takes; of those alone of which
+        enough is known."""
+        return {instance: beside.slower for instance, beside in self._besides(loads, self._context).items()}
+
     def speed(self, instance: str) -> Speed | None:
         """Of one instance; the fleet's where it has said too little."""
         return self._own_speed(instance) or self.fleet_curve.speed

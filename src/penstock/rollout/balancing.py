@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from penstock.rollout.answers import ask_moves, ask_order, ask_picks, tell
 from penstock.rollout.balance import BalancePolicy, InstanceLoad, Move, PlacedSample, Queue, Report
+from penstock.rollout.balanced import Balanced
 from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.fleet import Instance
 from penstock.rollout.tracker import Tracker
@@ -144,6 +145,12 @@ class Balancing:
             pending=self.pending(instance),
             reserved=instance.reserved,
         )
+
+    def slower(self, instances: Iterable[Instance]) -> dict[str, float]:
+        """Instances beside the fastest ones, as `Balanced.slower`; nothing where another policy compares none."""
+        if not isinstance(self.policy, Balanced):
+            return {}
+        return self.policy.slower([self.load(instance) for instance in instances])
 
     def pending(self, instance: Instance) -> int:
         """Samples that wait at an instance: those beyond its places, or as it says where its memory is full."""

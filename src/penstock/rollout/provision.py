@@ -3,7 +3,7 @@
 Decides when machines are asked for and which are released, given how many are wanted. The number grows at once; it
 shrinks to the most that was wanted within the cool-down (or a machine's start-up time, where that is longer), so that
 nothing is released that would be wanted again before it could start. Floor and ceiling bound it, and the budget comes
-before the floor. Idle machines go first, of those the dearest; one with samples drains.
+before the floor. Who goes first is `releases`'s to say; one with samples drains.
 
 What the provisioner lists is the truth about what exists: strays, such as those of an earlier manager or of a call that
 was cut off, are taken in, and everything that was ever seen is released in the end. After failed calls and machines
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 
 from penstock.observe.events import Event, MachineChanged, Warned
 from penstock.rollout.lately import Lately
@@ -34,6 +35,7 @@ from penstock.rollout.provision_types import (
     Release,
     Seen,
 )
+from penstock.rollout.releases import first_to_go
 
 __all__ = ["Provision"]
 
@@ -325,6 +327,7 @@ class Provision:
         self.purse.found(machine, now)
         machine.peers, machine.missing = tuple(view.peer for view in views), 0
         machine.samples = sum(view.samples for view in views)
+        machine.slower = fmean(view.slower for view in views)
         if machine.state is S.STARTING:
             machine.loading_at = None
             machine.joined_at = now if machine.joined_at is None else machine.joined_at
@@ -442,15 +445,13 @@ class Provision:
                 self._emit(Warned(ts=now + self._wall_offset_s, where="provisioner", message=self.short))
 
     def _shrink(self, number: int, now: float) -> None:
-        """The idle ones first, of those the dearest, of those the youngest."""
         paid = self.purse.keeps(self._machines)
         why = self._why(number) if number <= paid else f"machines paid for: {paid}, {self.purse.words()}"
         number = min(number, paid)
         surplus = sum(machine.counts for machine in self._machines) - number
-        going = [machine for machine in self._machines if machine.state in (S.STARTING, S.JOINED)]
-        going.sort(key=lambda machine: (machine.samples > 0, -machine.price_per_h, machine.samples, -machine.number))
-        cause = self.ending or why
+        going = first_to_go(machine for machine in self._machines if machine.state in (S.STARTING, S.JOINED))
         for machine in going[: max(0, surplus)]:
+            cause = self.ending or why + (f"; it is {machine.slower:.1f} x as slow" if machine.slower > 1 else "")
             self._enter(machine, S.DRAINING if machine.peers else S.RELEASING, cause, now)
 
     def _leave(self, orders: Orders, now: float) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from penstock.rollout.lately import Lately
 from penstock.rollout.provision_types import Machine, ProvisionConfig
+from penstock.rollout.releases import first_to_go
 
 __all__ = ["Purse"]
 
@@ -84,8 +85,8 @@ class Purse:
         return within_hour and self.spent + (working + leaving) * tail_h <= config.budget
 
     def keeps(self, machines: Sequence[Machine]) -> int:
-        """How many of the machines that count can be kept, if the dearest are given up first."""
-        working = sorted((machine.price_per_h for machine in machines if machine.counts), reverse=True)
+        """How many of the machines that count can be kept."""
+        working = [machine.price_per_h for machine in first_to_go(machine for machine in machines if machine.counts)]
         leaving = sum(machine.price_per_h for machine in machines if not machine.counts)
         while working and not self.pays(sum(working), leaving):
             leaving += working.pop(0)

@@ -130,6 +130,9 @@ class Machine:
     """Of its instances, while any is there."""
     samples: int = 0
     """On all of them."""
+    slower: float = 1.0
+    """Times as long as on the fastest one of all a decode step takes, on the mean of its instances, as far as that is
+    known."""
     adopted: bool = False
     """Not asked for by this manager."""
     joined_at: float | None = None
@@ -177,6 +180,8 @@ class InstanceView:
     ready: bool
     reserved: bool
     samples: int
+    slower: float = 1.0
+    """Times as long as the fastest one's its decode step takes; 1 where they are alike, or that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

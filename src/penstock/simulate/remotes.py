@@ -1,9 +1,9 @@
 """The remote machines of a simulated run: who is there by the trace, who of them is held and paid, who has the weights.
 
-Decides which of the available machines are taken, when fewer are wanted than there are (those longest there first),
-and which are given back (the last ones taken). Weight pulls share the store's link. Where a strategy has differences,
-a machine that holds the version before pulls one; who has just come, or was still pulling that version when the next
-was published, pulls the whole.
+Decides which of the available machines are taken, when fewer are wanted than there are (those longest there first);
+which are given back is the manager's rule (`rollout.releases`). Weight pulls share the store's link. Where a strategy
+has differences, a machine that holds the version before pulls one; who has just come, or was still pulling that version
+when the next was published, pulls the whole.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.rollout.balanced import Balanced
+from penstock.rollout.releases import first_to_go
 from penstock.simulate.machine import Machine
 from penstock.simulate.outcome import Asked, Stay
 from penstock.simulate.traces import Change, Trace
@@ -52,6 +54,15 @@ class _Held:
     pull_s: float = 0.0
     """That it takes, or took, for the version that it pulled last."""
     busy_before: float = 0.0
+    number: int = 0
+    """As it was taken."""
+    slower: float = 1.0
+    price_per_h: float = 0.0
+    """All cost the same."""
+
+    @property
+    def samples(self) -> int:
+        return self.machine.samples
 
     @property
     def connected(self) -> bool:
@@ -117,8 +128,9 @@ class Remotes:
     def want(self, count: int) -> None:
         self.wanted = count
         self._note_asked()
-        while len(self._held) > count:
-            self._leave(next(reversed(self._held)))
+        surplus = len(self._held) - count
+        for held in self._first_to_go()[: max(0, surplus)]:
+            self._leave(held.machine.name)
         for held in self._take():
             self._boot(held)
 
@@ -162,6 +174,14 @@ class Remotes:
 
     # ---- within
 
+    def _first_to_go(self) -> list[_Held]:
+        balance = self.world.strategy.balance
+        if isinstance(balance, Balanced):
+            slower = balance.slower(self.world.loads([held.machine for held in self._held.values()]))
+            for held in self._held.values():
+                held.slower = slower.get(held.machine.name, 1.0)
+        return first_to_go(self._held.values())
+
     def _note_asked(self) -> None:
         self.world.outcome.asked.append(Asked(self.wanted, self.world.strategy.size.cause))
 
@@ -187,7 +207,7 @@ class Remotes:
             if node not in self._held:
                 self._born += 1
                 machine = Machine(node, self.world.profile.remote(node), True, at_s=self.world.clock.now)
-                held = self._held[node] = _Held(machine, self.world.clock.now)
+                held = self._held[node] = _Held(machine, self.world.clock.now, number=self._born)
                 taken.append(held)
         return taken
 

@@ -1,0 +1,112 @@
+"""Who is given up first: the dearest for what they do, then those that have nothing to do."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+from balance_helpers import report_of
+from provision_world import CONFIG, grown
+from test_provision_manager import Provided
+
+from penstock.rollout.balanced import Balanced
+from penstock.rollout.curves import Speed
+from penstock.rollout.provision_money import Purse
+from penstock.rollout.provision_types import Machine, MachineState
+from penstock.rollout.releases import first_to_go
+from penstock.wire import StepReport
+
+
+@dataclass(frozen=True)
+class Rated:
+    number: int
+    price_per_h: float = 5.0
+    slower: float = 1.0
+    samples: int = 0
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (Rated(0, slower=2.0), Rated(1)),
+        (Rated(0, slower=2.0, samples=9), Rated(1)),
+        (Rated(0, price_per_h=8.0, samples=9), Rated(1)),
+        (Rated(0, price_per_h=4.0, slower=2.0), Rated(1, price_per_h=6.0)),
+        (Rated(0, price_per_h=9.0), Rated(1, price_per_h=4.0, slower=2.0)),
+        (Rated(0), Rated(1, price_per_h=5.4, samples=1)),
+        (Rated(0, price_per_h=5.4, samples=1), Rated(1, samples=1)),
+        (Rated(0, samples=1), Rated(1, samples=2)),
+        (Rated(1), Rated(0)),
+        (Rated(0, price_per_h=0.0, slower=1.5, samples=3), Rated(1, price_per_h=0.0)),
+    ],
+    ids=[
+        "slower",
+        "slower, though it works",
+        "dearer, though it works",
+        "cheaper and slower by more than that",
+        "slower and cheaper by more than that",
+        "a little dearer is no reason to interrupt it",
+        "a little dearer among those that work",
+        "fewer samples",
+        "younger",
+        "slower, where nothing has a price",
+    ],
+)
+def test_of_two_this_one_goes_first(first: Rated, then: Rated) -> None:
+    assert first_to_go([first, then]) == first_to_go([then, first]) == [first, then]
+
+
+def test_the_order_is_one_whoever_comes_first_and_nobody_is_left_out() -> None:
+    draws = random.Random(3)
+    machines = [
+        Rated(k, draws.choice((0.0, 4.0, 4.2, 9.0)), draws.choice((1.0, 1.2, 3.0)), draws.randrange(3))
+        for k in range(40)
+    ]
+    order = first_to_go(machines)
+    assert sorted(order, key=lambda rated: rated.number) == machines
+    for _ in range(5):
+        draws.shuffle(machines)
+        assert first_to_go(machines) == order
+    assert first_to_go([]) == []
+
+
+def test_a_budget_keeps_as_many_as_are_left_when_the_worst_have_gone() -> None:
+    def machine(number: int, price_per_h: float, slower: float) -> Machine:
+        return Machine(number, price_per_h, 0.0, 0.0, MachineState.JOINED, slower=slower)
+
+    purse = Purse(replace(CONFIG, budget_per_h=10.0))
+    fast, slow = machine(0, 6.0, 1.0), [machine(k, 3.0, 4.0) for k in (1, 2)]
+    assert purse.keeps([fast, *slow]) == 2, "the fast one and a slow one, though both slow ones cost no more"
+    assert purse.keeps([fast, *slow, machine(3, 6.0, 1.0)]) == 1
+
+
+def test_a_machine_is_as_slow_as_its_instances_and_says_so_when_it_goes() -> None:
+    world = grown(2, works=False)
+
+    world.boxes["m-1"].slower = 3.0
+    world.machines.want(1, world.now)
+    world.pass_time(CONFIG.cool_down_s + 3)
+    assert world.alive() == ["m-2"]
+    assert "it is 3.0 x as slow" in world.changes("draining")[0].cause
+
+
+def test_the_manager_s_policy_tells_at_each_step_s_end_who_is_slow() -> None:
+    world = Provided(first=2, ceiling=2)
+    world.pass_time(1)
+    world.pass_time(1)
+    world.publish(0)
+    slow, fast = (world.join_ready(name, max_running=8) for name in ("spot-0", "spot-1"))
+    policy = world.manager.policy
+    assert isinstance(policy, Balanced)
+    for agent, factor in ((slow, 2.5), (fast, 1.0)):
+        ident = world.manager.fleet.get(agent.peer).id  # type: ignore[union-attr]
+        speed = Speed(factor * 0.01, factor * 5e-4, factor * 5e-7)
+        for k in range(20):
+            policy.report(report_of(ident, speed, k, steps=10))
+    world.beat(2, slow)
+    machines = world.manager.provisioning.machines  # type: ignore[union-attr]
+    assert [machine.slower for machine in machines.machines] == [1.0, 1.0]
+    world.trainer(StepReport(step=0, step_s=20.0, train_s=1.0, trainer_wait_s=19.0))
+    world.beat(2, slow)
+    assert [machine.slower for machine in machines.machines] == [pytest.approx(2.5, rel=0.01), 1.0]
