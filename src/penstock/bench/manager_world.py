@@ -100,14 +100,16 @@ class World:
         self.write(decisions)
         self._take(decisions)
 
-    def submit(self, name: str, prompts: int, samples_per_prompt: int, length: int) -> float:
+    def submit(
+        self, name: str, prompts: int, samples_per_prompt: int, length: int, stop_id: int | None = None
+    ) -> float:
         """Returns the processor seconds from the trainer's bytes to the agents'."""
         frame = SubmitBatch(
             batch=name,
             version=1,
             samples_per_prompt=samples_per_prompt,
             run_seed=0,
-            sampling=Sampling(max_new_tokens=length),
+            sampling=Sampling(max_new_tokens=length, stop_ids=() if stop_id is None else (stop_id,)),
             prompt_indices=column_bytes(range(prompts), "I"),
             prompt_ids=array("i", range(PROMPT_TOKENS)).tobytes() * prompts,
             prompt_lengths=column_bytes([PROMPT_TOKENS] * prompts, "I"),

@@ -1,6 +1,7 @@
 """What a decision costs: the balance policy with 256 instances and 65,536 samples, and 10,000 agents in the simulator.
 
-Time is the processor's, of one core.
+Samples are assigned all at once, as when a step begins, and one by one, as they end one in a frame and others wait: by
+the policy in the manager, and by the manager with all that it does for one. Time is the processor's, of one core.
 """
 
 from __future__ import annotations
@@ -9,21 +10,27 @@ import time
 from collections.abc import Callable
 
 from penstock.bench.common import Result, at_most, median
+from penstock.bench.manager_world import FrameMaker, World
 from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue, Report
 from penstock.rollout.balanced import Balanced
+from penstock.rollout.batch import Batch
 from penstock.rollout.curves import Speed
+from penstock.rollout.fleet import Instance
 from penstock.rollout.offload import Offload
 from penstock.rollout.step_replay import Limits, Plan
+from penstock.sample import Finish
 from penstock.simulate.profiles import Lengths, MachineProfile, Prices, Profile, Training
 from penstock.simulate.strategy import FixedSize, Strategy
 from penstock.simulate.traces import static_trace
 from penstock.simulate.world import simulate
+from penstock.wire import TokenFrame, column_bytes, encode
 
 DESCRIPTION = "cost of a balance decision per sample, and of simulating 10,000 agents with the real policies"
 
 INSTANCES, SAMPLES = 256, 65_536
 AGENTS = 10_000
 TARGET_US = 20.0
+STOP_ID = 7
 
 
 def run(quick: bool) -> list[Result]:
@@ -48,10 +55,14 @@ def run(quick: bool) -> list[Result]:
         at_most(f"assigning all: {what}", 1e6 * median(assign), TARGET_US, "us/sample"),
         at_most(f"looking for moves: {what}", 1e6 * median(moves), TARGET_US, "us/sample"),
         at_most(f"assigning all, within a plan's limits: {what}", 1e6 * median(planned), TARGET_US, "us/sample"),
-        Result(f"assigning one: {INSTANCES} instances", 1e6 * median(one), "us", note="grows with instances"),
+        *_one_by_one(what),
         Result(
-            f"assigning one within a plan's limits, after a report: {INSTANCES} instances", 1e6 * median(fresh), "us"
+            f"a look at all {INSTANCES} instances for one sample",
+            1e6 * median(one),
+            "us",
+            note="at a tick, or for a policy without `fill`; grows with instances",
         ),
+        Result("the same within a plan's limits, after a report", 1e6 * median(fresh), "us"),
     ]
     few, many = (2_000, 4_000) if quick else (4_000, 20_000)
     costs = [_agents_s(samples) for samples in (few, many)]
@@ -59,6 +70,57 @@ def run(quick: bool) -> list[Result]:
     note = f"{costs[0]:.1f} s for {few:,} samples, {costs[1]:.1f} s for {many:,}; two steps each"
     results.append(at_most(f"{AGENTS:,} agents: growth of cost / growth of samples", growth, 1.0, "ratio", note=note))
     return results
+
+
+def _one_by_one(what: str) -> list[Result]:
+    """Samples that end one in a frame, and are made up for by those that wait."""
+    world = World(INSTANCES)
+    world.submit("bench", prompts=4 * SAMPLES // 8, samples_per_prompt=8, length=1 << 20, stop_id=STOP_ID)
+    policy_s: list[float] = []
+    asked = world.manager.balancing.fill
+
+    def timed(batch: Batch, instance: Instance, coming: int, elapsed_s: float | None) -> int:
+        began = time.process_time()
+        found = asked(batch, instance, coming, elapsed_s)
+        policy_s.append(time.process_time() - began)
+        return found
+
+    world.manager.balancing.fill = timed  # type: ignore[method-assign]
+    frame_s: dict[bool, list[float]] = {True: [], False: []}
+    for agent in world.agents.values():
+        for ends in frame_s:
+            frame_s[ends].append(world.agent(agent.peer, _frame(agent, ends)))
+    if world.finished != INSTANCES or len(policy_s) != INSTANCES:
+        raise RuntimeError(f"{world.finished} samples ended, {len(policy_s)} decisions were made, of {INSTANCES} each")
+    whole_s = median(frame_s[True]) - median(frame_s[False])
+    return [
+        at_most(f"assigning one by one, as samples end: {what}", 1e6 * median(policy_s), TARGET_US, "us/sample"),
+        Result(
+            "the manager's whole work for one that ends and one that begins",
+            1e6 * whole_s,
+            "us/sample",
+            note="beyond that for a frame of 256 rows in which none ends; with both frames that it causes",
+        ),
+    ]
+
+
+def _frame(agent: FrameMaker, ends: bool) -> bytes:
+    """A token more of every sequence; the first one ends with it, or none."""
+    leases = list(agent.drawn)
+    starts = list(agent.drawn.values())
+    ending = leases[0] if ends else -1
+    agent.drawn = {lease: drawn + 1 for lease, drawn in agent.drawn.items() if lease != ending}
+    return encode(
+        TokenFrame(
+            version=1,
+            leases=column_bytes(leases, "Q"),
+            starts=column_bytes(starts, "I"),
+            counts=column_bytes([1] * len(leases), "I"),
+            finishes=bytes(Finish.STOP if lease == ending else Finish.RUNNING for lease in leases),
+            token_ids=column_bytes([STOP_ID if lease == ending else 1 for lease in leases], "i"),
+            logprobs=bytes(4 * len(leases)),
+        )
+    )
 
 
 def _cpu_s(what: Callable[[], object]) -> float:

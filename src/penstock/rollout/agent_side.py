@@ -148,6 +148,8 @@ class AgentSide:
         """Tells instances what to load."""
         for instance, order in self._versions.orders(self._out.now):
             self._out.send(instance.peer, order)
+            # It is coming, and what is left is to be shared with it.
+            self._dispatching.look_at_all()
 
     def drain(self, instance: Instance, cause: str) -> None:
         """Asks an instance to leave."""
@@ -233,11 +235,15 @@ class AgentSide:
             # Before anything is given to it again, and at no sample's expense.
             causes = "; ".join(list(applied.refused)[:CAUSES_OF_DISTRUST])
             self._refuse(instance, f"its engine's rows make no sense: {causes}", suspects=False)
-        elif applied.finished or applied.moved or self._tracker.trial_ended(instance.id):
+            return
+        trial_ended = self._tracker.trial_ended(instance.id)
+        if applied.moved or trial_ended:
             self._dispatching.give()
-            if not self._tracker.leases_of(instance.id):
-                # Idle now: the next weight version may be waiting for that.
-                self.steer()
+        elif applied.finished:
+            self._dispatching.fill(instance)
+        if (applied.finished or applied.moved or trial_ended) and not self._tracker.leases_of(instance.id):
+            # Idle now: the next weight version may be waiting for that.
+            self.steer()
 
     # ---- whom not to listen to
 

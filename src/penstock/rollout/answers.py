@@ -16,7 +16,7 @@ from typing import Any
 from penstock.errors import PolicyError
 from penstock.rollout.balance import BalancePolicy, InstanceLoad, Move, PlacedSample, Queue
 
-__all__ = ["ask_moves", "ask_order", "ask_picks", "tell"]
+__all__ = ["ask_fill", "ask_moves", "ask_order", "ask_picks", "fills", "tell"]
 
 SHOWN = 8
 """Of a list in an error's words."""
@@ -32,6 +32,27 @@ def ask_picks(policy: BalancePolicy, queue: Queue, loads: Sequence[InstanceLoad]
         wrong = next(pick for pick in picks if not 0 <= pick < len(loads))
         raise _wrong(policy, f"assign picked instance {wrong}; there are {len(loads)}, counted from 0")
     return picks
+
+
+def fills(policy: BalancePolicy) -> bool:
+    """Whether it has a `fill` that says what its `assign` would: one that is older than that does not."""
+    kinds = type(policy).__mro__
+    fill, assign = (
+        next((k for k, kind in enumerate(kinds) if name in vars(kind)), len(kinds)) for name in ("fill", "assign")
+    )
+    return fill <= assign < len(kinds)
+
+
+def ask_fill(policy: BalancePolicy, queue: Queue, load: InstanceLoad) -> int:
+    """`policy.fill`, of one that `fills`. Raises PolicyError for no number, and for more than wait."""
+    answer = _call(policy, "fill", queue, load)
+    try:
+        count = index(answer)
+    except TypeError:
+        raise _wrong(policy, f"fill gave {_shown(answer)}; a number of samples is due") from None
+    if not 0 <= count <= queue.waiting:
+        raise _wrong(policy, f"fill gave {count} of {queue.waiting} waiting samples")
+    return count
 
 
 def ask_order(policy: BalancePolicy, output_tokens: Sequence[int], prompts: Sequence[int]) -> list[int]:

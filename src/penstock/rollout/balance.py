@@ -2,8 +2,10 @@
 
 A policy is asked two things. `assign`: which instance the next waiting samples go to; those it leaves out wait at the
 manager, where they can still go anywhere (delayed dispatch, as in RLBoost's Algorithm 2). `moves`: which samples are
-better off elsewhere than where they are. It is told what instances report and how long answers got, and may learn from
-that. The manager and the simulator ask and tell the same object; it owns no clock and no state of any sample.
+better off elsewhere than where they are. One that has `fill` is asked that, for one instance, where `assign` would look
+at all of them for the few samples that have ended on it. It is told what instances report and how long answers got, and
+may learn from that. The manager and the simulator ask and tell the same object; it owns no clock and no state of any
+sample.
 
 Refuses to know which instances hold the right weights and have the context: it is shown only those.
 
@@ -15,11 +17,12 @@ from __future__ import annotations
 
 import heapq
 import importlib
+import itertools
 import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.errors import ConfigError, PolicyError
@@ -38,6 +41,8 @@ __all__ = [
 
 NEAR = 0.0625
 """Part of an instance's places by which turns of conversations may lift it over its share, to stay where they were."""
+ROUNDING = 1e-9
+"""Of a share that is a whole number but for floating point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +186,9 @@ class ShortestQueue:
 
     max_pending: int
     affinity: bool = True
+    _level_with_coming: float = field(default=math.inf, init=False, repr=False)
+    """For their weight, what instances come to with their handicaps once those that are coming are there, as `assign`
+    had it last."""
 
     def __post_init__(self) -> None:
         if self.max_pending < 0:
@@ -195,6 +203,16 @@ class ShortestQueue:
         if not self.together(queue, len(picks), loads):
             return picks
         return picks[: queue.moved] + _together(queue, picks[queue.moved :], queue.moved)
+
+    def fill(self, queue: Queue, load: InstanceLoad) -> int:
+        """How many of the first waiting samples go to an instance on which some have ended since the last `assign`,
+        which left samples waiting: nobody else had room then. Not asked where `assign` is overridden and this is not.
+        """
+        room = self.room(load)
+        moved = max(0, min(queue.moved, room - load.samples))
+        if queue.coming:
+            room = min(room, _share(self._level_with_coming, self.weight(load), self.handicap(load)))
+        return moved + max(0, min(queue.fresh, room - load.samples - moved))
 
     def order(self, output_tokens: Sequence[int], prompts: Sequence[int]) -> list[int]:
         return list(range(len(output_tokens)))
@@ -264,7 +282,9 @@ class ShortestQueue:
         if len(picks) < moved:
             return picks
         if queue.coming and loads:
-            rooms = _shared(rooms, held, weights, handicaps, queue)
+            self._level_with_coming = _level_with(held, weights, handicaps, queue)
+            shares = map(_share, itertools.repeat(self._level_with_coming), weights, handicaps)
+            rooms = list(map(min, rooms, shares))
         return picks + _deal(fresh, held, weights, rooms, handicaps)
 
 
@@ -275,12 +295,11 @@ def _are_numbers(values: Sequence[float]) -> bool:
         return False
 
 
-def _shared(
-    rooms: Sequence[int], held: Sequence[int], weights: Sequence[float], handicaps: Sequence[float], queue: Queue
-) -> list[int]:
-    """Rooms no larger than an instance's share of all work once those that are coming, like the best, are there.
+def _level_with(held: Sequence[int], weights: Sequence[float], handicaps: Sequence[float], queue: Queue) -> float:
+    """What all instances come to, with their handicaps and for their weight, once those that are coming, like the best,
+    are there and have their share of all work.
 
-    Without this the first instance to hold a version takes a small batch whole, and the others find nothing. Who has
+    Without that the first instance to hold a version takes a small batch whole, and the others find nothing. Who has
     been coming for so long may well take as long again. By then the rest of the batch, at the pace of what has ended,
     is `rest` and not all: that is what there will be to share, and where as much has ended as is left, nothing.
     """
@@ -295,12 +314,14 @@ def _shared(
         total = sum(weights[k] for k in some) + others
         fewer = [k for k in some if level * weights[k] > handicaps[k] * total]
         if len(fewer) == len(some):
-            break
+            return level / total if total > 0 else 0.0
         some = fewer
-    shares = [0] * here
-    for k in some:
-        shares[k] = max(1, -int((handicaps[k] * total - level * weights[k]) // total))
-    return [min(room, share) for room, share in zip(rooms, shares)]
+
+
+def _share(level: float, weight: float, handicap: float) -> int:
+    """Samples with which an instance comes to a level, and one at least; none where its handicap alone does."""
+    share = level * weight - handicap
+    return max(1, math.ceil(share * (1 - ROUNDING))) if share > 0 else 0
 
 
 def load_policy(path: str, **options: object) -> BalancePolicy:

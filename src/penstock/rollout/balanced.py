@@ -236,6 +236,10 @@ class Balanced(ShortestQueue):
         self._compare(loads, queue.prompt_tokens)
         return super().assign(queue, loads)
 
+    def fill(self, queue: Queue, load: InstanceLoad) -> int:
+        """By the limits of the last `assign`."""
+        return super().fill(queue, load)
+
     @property
     def _by_speed(self) -> bool:
         """Speeds say what is level; else a user's own weight does."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.rollout.answers import ask_moves, ask_order, ask_picks, tell
+from penstock.rollout.answers import ask_fill, ask_moves, ask_order, ask_picks, fills, tell
 from penstock.rollout.balance import BalancePolicy, InstanceLoad, Move, PlacedSample, Queue, Report
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.batch import Batch, TrackedSample
@@ -53,6 +53,8 @@ class Balancing:
         self._moved_at = float("-inf")
         self._windows = False
         """Reserved instances generated when moves were asked for last."""
+        self.fills = fills(policy)
+        """It can be asked for one instance alone."""
 
     # ---- told
 
@@ -123,18 +125,13 @@ class Balancing:
             rows = list(batch.moved)
             columns = [sample.length for sample in rows], [sample.prompt for sample in rows]
             batch.moved = deque(rows[k] for k in ask_order(self.policy, *columns))
-        queue = Queue(
-            fresh=batch.fresh,
-            first_fresh=batch.samples - batch.fresh,
-            samples_per_prompt=batch.samples_per_prompt,
-            moved=len(batch.moved),
-            coming=coming,
-            near=next((k for k, load in enumerate(loads) if load.instance == near), -1) if near else -1,
-            elapsed_s=elapsed_s,
-            finished=batch.finished,
-            prompt_tokens=batch.prompt_offsets[-1] / len(batch.prompt_indices),
-        )
-        return ask_picks(self.policy, queue, loads)
+        at = next((k for k, load in enumerate(loads) if load.instance == near), -1) if near else -1
+        return ask_picks(self.policy, _queue(batch, coming, elapsed_s, at), loads)
+
+    def fill(self, batch: Batch, instance: Instance, coming: int, elapsed_s: float | None) -> int:
+        """How many of a batch's samples, which the last picks left waiting, go to an instance on which some have
+        ended."""
+        return ask_fill(self.policy, _queue(batch, coming, elapsed_s), self.load(instance))
 
     def load(self, instance: Instance) -> InstanceLoad:
         return InstanceLoad(
@@ -197,3 +194,17 @@ class Balancing:
                     )
                 )
         return rows
+
+
+def _queue(batch: Batch, coming: int, elapsed_s: float | None, near: int = -1) -> Queue:
+    return Queue(
+        fresh=batch.fresh,
+        first_fresh=batch.samples - batch.fresh,
+        samples_per_prompt=batch.samples_per_prompt,
+        moved=len(batch.moved),
+        coming=coming,
+        near=near,
+        elapsed_s=elapsed_s,
+        finished=batch.finished,
+        prompt_tokens=batch.prompt_offsets[-1] / len(batch.prompt_indices),
+    )

@@ -13,7 +13,7 @@ from penstock.observe.events import SamplesMoved
 from penstock.rollout.balance import InstanceLoad
 from penstock.rollout.balancing import Balancing
 from penstock.rollout.batch import Batch, TrackedSample
-from penstock.rollout.fleet import Fleet, State
+from penstock.rollout.fleet import Fleet, Instance, State
 from penstock.rollout.journal import placed_records
 from penstock.rollout.outbox import Outbox
 from penstock.rollout.starts import start_frames
@@ -53,6 +53,8 @@ class Dispatching:
         self._out = outbox
         self._batch = batch
         self._most_pending = most_pending
+        self._left: dict[str, int] = {}
+        """Batches of which `give` left samples waiting, since no instance had room; and how many were coming."""
 
     def give(self) -> None:
         """Gives waiting samples to instances, oldest batch first."""
@@ -60,6 +62,7 @@ class Dispatching:
         refused: dict[int, int] = {}
         """Context, by version, of the least demanding lone sample that found no room."""
         self._versions.turn(self._out.now)
+        self._left.clear()
         for batch in self._tracker.batches():
             if not batch.waiting:
                 continue
@@ -70,11 +73,35 @@ class Dispatching:
             self._try_suspects(batch, rows)
             loads = self._loads(batch)
             near = self._near(batch) if lone else ""
-            picks = self._balancing.assign(batch, loads, self._coming(batch), near, self._windows.elapsed_s())
+            coming = self._coming(batch)
+            picks = self._balancing.assign(batch, loads, coming, near, self._windows.elapsed_s())
             for pick in picks:
                 self._place(batch, loads[pick].instance, rows)
             if lone and not picks:
                 refused[batch.version] = batch.context_tokens
+            if batch.waiting and not lone:
+                self._left[batch.name] = coming
+        self._start(rows)
+
+    def look_at_all(self) -> None:
+        """The next time a sample ends, too: more has changed than its own instance."""
+        self._left.clear()
+
+    def fill(self, instance: Instance) -> None:
+        """Gives waiting samples to an instance on which some have ended. As `give`, but where that last left samples
+        waiting nobody else is looked at: with hundreds of instances, each sample that ends would cost a look at all."""
+        rows: _Rows = {}
+        for batch in self._tracker.batches():
+            if not batch.waiting:
+                continue
+            coming = self._left.get(batch.name)
+            if not self._balancing.fills or coming is None or batch.suspects:
+                self._start(rows)
+                self.give()
+                return
+            if self._may_take(instance, batch):
+                for _ in range(self._balancing.fill(batch, instance, coming, self._windows.elapsed_s())):
+                    self._place(batch, instance.id, rows)
         self._start(rows)
 
     def move(self, now: float) -> None:
@@ -156,8 +183,12 @@ class Dispatching:
 
     def _loads(self, batch: Batch) -> list[InstanceLoad]:
         """Instances that hold the batch's version and have the context that any of its samples may come to need."""
-        return [
-            self._balancing.load(instance)
-            for instance in self._fleet.ready_for(batch.version, batch.context_tokens)
-            if instance.knows(batch.top_token) and self._windows.may_generate(instance) and not instance.turning
-        ]
+        return [self._balancing.load(instance) for instance in self._fleet if self._may_take(instance, batch)]
+
+    def _may_take(self, instance: Instance, batch: Batch) -> bool:
+        return (
+            instance.takes(batch.version, batch.context_tokens)
+            and instance.knows(batch.top_token)
+            and self._windows.may_generate(instance)
+            and not instance.turning
+        )

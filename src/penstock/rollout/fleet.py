@@ -135,6 +135,10 @@ class Instance:
         """It serves `version` and takes work for it, whatever fits its context."""
         return self.state is State.READY and self.version == version
 
+    def takes(self, version: int, context_tokens: int) -> bool:
+        """It may be given work for a weight version, of so many tokens of context or fewer."""
+        return self.holds(version) and self.max_context_tokens >= context_tokens and not self.cordoned
+
     def knows(self, token: int) -> bool:
         """Its vocabulary has such a token, as far as the vocabulary is known."""
         return not self.vocab_size or token < self.vocab_size
@@ -193,7 +197,7 @@ class Fleet:
     def ready_for(self, version: int, context_tokens: int) -> Iterator[Instance]:
         """Instances that may take work for a weight version and have a context of so many tokens or more."""
         for instance in self._living.values():
-            if instance.holds(version) and instance.max_context_tokens >= context_tokens and not instance.cordoned:
+            if instance.takes(version, context_tokens):
                 yield instance
 
     def any_ready_for(self, version: int, context_tokens: int) -> bool:

@@ -1,0 +1,184 @@
+"""Places that samples leave are filled by a look at one instance, as if all had been looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_helpers import World, submit
+
+from penstock.errors import PolicyError
+from penstock.rollout.answers import ask_fill, fills
+from penstock.rollout.balance import InstanceLoad, Queue, ShortestQueue
+from penstock.rollout.balanced import Balanced
+from penstock.rollout.manager import ManagerConfig
+from penstock.wire import Goodbye
+
+PLACES = 3
+
+
+class Counting(Balanced):
+    """Knows how often it was asked for all instances, and how often for one."""
+
+    asked = 0
+    filled = 0
+
+    def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
+        self.asked += 1
+        return super().assign(queue, loads)
+
+    def fill(self, queue: Queue, load: InstanceLoad) -> int:
+        self.filled += 1
+        return super().fill(queue, load)
+
+
+class Backwards(ShortestQueue):
+    """Gives a sample to the last instance alone; has no word on how places there are filled."""
+
+    def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
+        return [len(loads) - 1] * min(queue.waiting, max(0, 2 - loads[-1].samples)) if loads else []
+
+
+class Greedy(ShortestQueue):
+    def fill(self, queue: Queue, load: InstanceLoad) -> int:
+        return self.max_pending
+
+
+def world_of(policy: type[ShortestQueue], agents: int = 3, pending: int = 1) -> World:
+    world = World(ManagerConfig(balance=f"{policy.__module__}:{policy.__name__}", max_pending_per_instance=pending))
+    world.publish(0)
+    for k in range(agents):
+        world.join_ready(f"engine-{k}", max_running=PLACES, context_tokens=1024 if k else 9)
+    return world
+
+
+def held(world: World) -> dict[str, list[tuple[int, int]]]:
+    """What each agent runs: seeds, and tokens so far."""
+    return {peer: [(row.seed, row.drawn) for row in a.sequences.values()] for peer, a in world.agents.items()}
+
+
+Happening = st.one_of(
+    st.tuples(st.just("play"), st.integers(0, 5), st.integers(1, 8)),
+    st.tuples(
+        st.sampled_from(["join", "crash", "lose", "tick", "submit", "short"]), st.integers(0, 5), st.integers(1, 40)
+    ),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(Happening, max_size=60), st.sampled_from([Balanced, ShortestQueue]))
+def test_samples_go_where_they_would_if_all_instances_were_looked_at(
+    happenings: list[tuple[str, int, int]], policy: type[ShortestQueue]
+) -> None:
+    worlds = [world_of(policy) for _ in range(2)]
+    assert worlds[0].manager.balancing.fills
+    worlds[1].manager.balancing.fills = False
+    for world in worlds:
+        world.trainer(submit(prompts=[(1, 2)] * 12, samples_per_prompt=4))
+    for number, (what, which, count) in enumerate(happenings):
+        for world in worlds:
+            agents = list(world.agents.values())
+            if what == "join":
+                world.join_ready(f"late-{number}", max_running=count % 5 + 1)
+            elif what in ("submit", "short"):
+                longest = 8 if what == "submit" else 4
+                world.trainer(submit(f"b-{number}", prompts=[(1, 2)] * count, max_new_tokens=longest))
+            elif what == "tick":
+                world.pass_time(0.01)
+            elif what == "crash" and len(agents) > 1:
+                world.send(agents[which % len(agents)], Goodbye(cause="a fault", engine_failed=True))
+            elif what == "lose" and len(agents) > 1:
+                world.lose(agents[which % len(agents)])
+            elif agents:
+                world.play(agents[which % len(agents)], count)
+        assert held(worlds[0]) == held(worlds[1])
+    for world in worlds:
+        world.play_out()
+    assert worlds[0].delivered == worlds[1].delivered
+
+
+@pytest.mark.parametrize("policy", [Balanced, ShortestQueue])
+@pytest.mark.parametrize(("first", "samples"), [(True, 12), (True, 20), (False, 24)])
+def test_what_is_kept_for_who_is_coming_is_not_given_out_place_by_place(
+    policy: type[ShortestQueue], first: bool, samples: int
+) -> None:
+    kept = []
+    for filled in (True, False):
+        world = world_of(policy, agents=3, pending=4)
+        world.manager.balancing.fills &= filled
+        agents = list(world.agents.values())
+        if first:
+            world.join("late", max_running=PLACES)
+        world.trainer(submit(prompts=[(1, 2)] * samples, max_new_tokens=6))
+        if not first:
+            assert world.manager.tracker.queued == samples - 3 * (PLACES + 4)
+            world.join("late", max_running=PLACES)
+        waiting = []
+        for _ in range(3):
+            for agent in agents:
+                world.play(agent, 1)
+                waiting.append(world.manager.tracker.queued)
+        kept.append(waiting)
+    assert kept[0] == kept[1]
+    assert kept[0][0] > 0 or kept[0][1] > 0
+
+
+def test_a_sample_that_ends_costs_a_look_at_its_own_instance_while_others_wait() -> None:
+    world = world_of(Counting, agents=8)
+    policy = world.manager.policy
+    assert isinstance(policy, Counting)
+    world.trainer(submit(prompts=[(1, 2)] * 20, samples_per_prompt=4, max_new_tokens=6))
+    asked, waiting = policy.asked, world.manager.tracker.queued
+    assert waiting == 80 - 8 * (PLACES + 1)
+    ended = 0
+    while waiting - ended > 8:
+        for agent in list(world.agents.values()):
+            world.play(agent, 1)
+            ended = len(world.delivered)
+            if waiting - ended <= 8:
+                break
+    assert policy.asked == asked
+    assert 0 < policy.filled <= ended
+    assert world.manager.tracker.queued == waiting - ended
+    world.pass_time(0.1)
+    assert policy.asked == asked + 1, "all of them at each tick"
+    world.play_out()
+    assert world.done["train-0"].samples == 80
+
+
+def test_a_policy_with_picks_of_its_own_is_asked_for_them_each_time() -> None:
+    world = world_of(Backwards)
+    assert not world.manager.balancing.fills
+    world.trainer(submit(prompts=[(1, 2)] * 6))
+    world.play_out()
+    assert world.done["train-0"].samples == 6
+    instances = list(world.agents.values())
+    assert [len(agent.sequences) for agent in instances] == [0, 0, 0]
+
+
+def test_who_has_both_or_the_later_word_is_asked() -> None:
+    class Later(Backwards):
+        def fill(self, queue: Queue, load: InstanceLoad) -> int:
+            return 0
+
+    class Bare:
+        def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
+            return []
+
+    assert [fills(one) for one in (ShortestQueue(4), Balanced(4), Counting(4), Later(4))] == [True] * 4
+    assert not fills(Backwards(4))
+    assert not fills(Bare())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("says", "words"), [(7, "fill gave 7 of 3"), (-1, "fill gave -1 of 3"), ("x", "fill gave 'x'; a number")]
+)
+def test_no_more_are_given_than_wait(says: int, words: str) -> None:
+    load = InstanceLoad("one", 0, 4)
+    policy = Greedy(4)
+    policy.max_pending = says
+    with pytest.raises(PolicyError, match=rf"test_fill:Greedy makes no sense: {words}"):
+        ask_fill(policy, Queue(fresh=2, moved=1), load)
+    assert ask_fill(Greedy(2), Queue(fresh=2, moved=1), load) == 2
