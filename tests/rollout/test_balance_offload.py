@@ -372,8 +372,9 @@ def test_a_large_step_is_planned_on_a_part_of_it_to_about_the_same_window(monkey
     groups = [[100 + 37 * (k * 4 + r) % 500 for r in range(4)] for k in range(512)]
     training = Training(token_s=2e-5, micro_batch_samples=64, switch_s=0.5, rest_s=0.2)
     engine = Engine(SPEED, 256)
-    whole = Facts(groups, 32, [engine] * 3, [engine] * 2, training)
+    whole = Facts(groups, 32, [engine] * 3, [engine] * 2, training, joined=[engine])
     part = thinned(whole, 512)
+    assert list(part.joined) == part.remote[:1] != list(whole.joined)
     assert sum(map(len, part.groups)) == 512
     assert thinned(part, 512) is part
     one, other = (best_plan(f.groups, 32, f.remote, f.reserved, f.training) for f in (whole, part))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report
-from penstock.rollout.balanced import Balanced
+from penstock.rollout.balanced import COMPARED, JOINED, Balanced
 from penstock.rollout.curves import Speed
 from penstock.rollout.offload import Facts, Offload
 from penstock.rollout.plan import best_plan
@@ -162,12 +162,12 @@ def test_an_engine_of_which_nothing_is_known_yet_is_compared_with_nobody() -> No
     assert seconds(engine(0.5)) > 1.02 * seconds(replace(engine(0.5), known=False)), "two engines beside a fast one"
 
 
-def test_fewer_machines_are_predicted_to_be_the_fastest_ones_and_more_like_those_there() -> None:
+def test_fewer_machines_are_predicted_to_be_the_fastest_ones_and_more_like_those_that_joined_last() -> None:
     own = [engine()] * 2
 
-    def predicted(remote: list[Engine], instances: int) -> float:
+    def predicted(remote: list[Engine], instances: int, joined: list[Engine] | None = None) -> float:
         offload = Offload()
-        offload.plan(Facts(GROUPS, 32, remote, own, TRAINING))
+        offload.plan(Facts(GROUPS, 32, remote, own, TRAINING, joined=joined or []))
         predictor = offload.predictor()
         assert predictor is not None
 
@@ -182,7 +182,12 @@ def test_fewer_machines_are_predicted_to_be_the_fastest_ones_and_more_like_those
     mixed = [engine(4.0), engine(4.0), engine(), engine()]
     assert predicted(mixed, 2) == pytest.approx(predicted([engine()] * 2, 2), rel=0.02)
     assert predicted(mixed, 2) < 0.9 * predicted([engine(4.0)] * 4, 2)
-    assert predicted(mixed, 8) < 0.95 * predicted(mixed, 4), "twice as many of both"
+    assert predicted(mixed, 8) < 0.95 * predicted(mixed, 4), "where nobody has joined: twice as many of both"
+    kept = [engine()] * 2
+    slow = predicted(kept, 6, joined=[engine(4.0)] * 4 + kept)
+    assert slow == pytest.approx(predicted([*kept, *[engine(4.0)] * 4], 6), rel=0.02)
+    assert slow > 1.1 * predicted(kept, 6, joined=[*kept, *[engine(4.0)] * 4])
+    assert predicted([], 2, joined=[engine(4.0)]) == pytest.approx(predicted([engine(4.0)] * 2, 2), rel=0.02)
 
 
 # ---- instances
@@ -276,6 +281,34 @@ def test_until_a_new_instance_has_said_enough_its_kind_stands_in() -> None:
     assert found is not None
     assert not found.known
     assert found.speed.step_s(20, 20000) == pytest.approx(TRUTH.step_s(20, 20000), rel=0.02)
+
+
+def test_who_joined_last_is_remembered_when_it_is_gone_and_comes_first() -> None:
+    policy = learned(first=1.0, slow=3.0, own=1.0)
+    loads = [InstanceLoad("first", 0, PLACES), InstanceLoad("slow", 0, PLACES)]
+
+    def told() -> list[float]:
+        for load in [*loads, InstanceLoad("own", 0, PLACES, reserved=True)]:
+            policy.engine(load, 0.0)
+        return [round(engine.speed.base_s / TRUTH.base_s, 1) for engine in policy.joined()]
+
+    assert told() == [3.0, 1.0]
+    policy.gone("slow")
+    del loads[1]
+    assert told() == [3.0, 1.0], "it joined after the other"
+    for k in range(COMPARED):
+        policy.report(report_of("third", slower(2.0), k, steps=50))
+        loads[1:] = [InstanceLoad("third", 0, PLACES)]
+        if k < COMPARED - 1:
+            assert told() == [3.0, 1.0], "too little is known of it"
+    assert told() == [2.0, 3.0, 1.0]
+    for k in range(2 * JOINED):
+        policy.gone(loads.pop().instance)
+        loads.append(InstanceLoad(f"other-{k}", 0, PLACES))
+        for n in range(COMPARED):
+            policy.report(report_of(f"other-{k}", slower(2.0), n, steps=50))
+        found = told()
+    assert found == [2.0] * JOINED
 
 
 def test_one_that_was_too_slow_is_tried_with_a_few_samples_now_and_then_and_comes_back() -> None:

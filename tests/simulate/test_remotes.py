@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from simulated import MACHINE, small_profile
@@ -120,6 +120,20 @@ def test_a_slow_machine_is_given_back_before_younger_ones_once_it_is_known_as_sl
     strategy = Strategy("own", Balanced(8), None, sizes)
     stays = simulate(profile, trace, strategy, steps=5).stays
     assert [stay.node for stay in stays[-1] if stay.left_at is None] == ["fast:0", "fast:2"]
+
+
+def test_policies_are_told_who_is_given_back_and_who_is_taken_away() -> None:
+    @dataclass
+    class Told(ShortestQueue):
+        names: list[str] = field(default_factory=list)
+
+        def gone(self, instance: str) -> None:
+            self.names.append(instance)
+
+    told = Told(8)
+    changes = (*(Change(0.0, node, True) for node in "abc"), Change(2.0, "a", False))
+    simulate(small_profile(), Trace(changes, 1e9), Strategy("own", told, None, Sizes([3, 1])), steps=2)
+    assert told.names == ["a", "c"]
 
 
 def test_who_is_taken_away_makes_room_for_the_next_one_that_is_there() -> None:

@@ -47,6 +47,12 @@ ENOUGH_STEPS = 3
 """A window in which fewer steps end says more about where it was cut than about a policy."""
 
 
+ORDERS = ("ffff" + 12 * "s", 8 * "fs", "ssss" + 12 * "f")
+"""Of fast and slow machines, as they are taken."""
+NUMBERED_STEPS = 16
+MOST_CHANGES = 4
+"""Up at first, down once speeds are known, and one try in between."""
+
 NUMBERS = {f"numbers-{model.removeprefix('qwen3-')}": model for model in MODELS}
 PARTS = (*MODELS, *NUMBERS, "ablations", "traces", "static", "unequal")
 """Each takes minutes, and can be run alone."""
@@ -276,10 +282,28 @@ def _unequal(quick: bool) -> list[Result]:
             progress(f"{what}: {gains[-1]:.3f} x the fast ones alone, {ratios[-1]:.3f} x RLBoost")
     note = "of each: " + ", ".join(f"{gain:.3f}" for gain in gains)
     return [
+        *_unequal_numbers(quick),
         at_least("unequal fleets, mean: Penstock / its fast machines alone, throughput", fmean(gains), 1.0, "x", note),
         at_least("the worst of them", min(gains), 1.0, "x"),
         at_least("worst unequal fleet: Penstock / RLBoost, throughput", min(ratios), 1.0, "x"),
     ]
+
+
+def _unequal_numbers(quick: bool) -> list[Result]:
+    """The number of machines that is asked for where those that come are of two speeds: whether it stands still."""
+    usual = shipped(MODELS[0])
+    profile = usual.model_copy(update={"kinds": {"slow": usual.spot.slower_by(2.0)}})
+    changes: list[int] = []
+    for order in ORDERS[:1] if quick else ORDERS:
+        nodes = [f"{'fast' if kind == 'f' else 'slow'}:{k}" for k, kind in enumerate(order)]
+        strategy = make_strategy("penstock", profile, ceiling=len(nodes))
+        outcome = simulate(profile, static_trace(nodes, 1e9), strategy, steps=NUMBERED_STEPS)
+        asked = [asked.wanted for asked in outcome.asked]
+        changes.append(sum(one != other for one, other in itertools.pairwise(asked)))
+        per_dollar = outcome.tokens_per_dollar(profile.prices.reserved, profile.prices.spot)
+        progress(f"{profile.name}, {order}: {asked}, {per_dollar:,.0f} tokens per dollar")
+    what = f"unequal fleets, any number of machines: changes of the number in {NUMBERED_STEPS} steps, at most"
+    return [at_most(what, max(changes), MOST_CHANGES, "changes", note="of each: " + ", ".join(map(str, changes)))]
 
 
 def _later_s(outcome: Outcome) -> float:

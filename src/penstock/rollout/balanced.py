@@ -20,7 +20,7 @@ Until speeds are learned it is the shortest queue.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -56,6 +56,8 @@ HALVES = 0.5
 """Of the time to the later end, by which a move is made however often a sample was moved: a fast instance is idle, and
 what a slow one holds would last. Who gains that much time and again soon has nothing left to gain."""
 FASTEST = Beside()
+JOINED = 16
+"""Remote instances that joined last, by which a further one is judged."""
 LATELY = 0.1
 """Weight of the newest report in a running mean over the fleet's."""
 GOLDEN = 0x9E3779B97F4A7C15
@@ -106,6 +108,11 @@ class Balanced(ShortestQueue):
     """Each instance beside the fastest one of its kind, at the last question."""
     _unheard: dict[str, int] = field(default_factory=dict)
     """Batches that ended since an instance's last report."""
+    _joined: dict[str, tuple[int, Engine]] = field(default_factory=dict)
+    """Remote instances, and as which of them each was known first."""
+    _left: deque[tuple[int, Engine]] = field(default_factory=lambda: deque(maxlen=JOINED))
+    """The same of those that are gone."""
+    _arrivals: int = 0
     _compared: tuple[float, list[str]] | None = None
     """What they were compared for, since the last report."""
     _weights: dict[str, float] = field(default_factory=dict)
@@ -156,6 +163,8 @@ class Balanced(ShortestQueue):
         self.curves.pop(instance, None)
         for known in (self._memory, self._weights, self._reserved, self._reserves, self._emptiest, self._unheard):
             known.pop(instance, None)
+        if (joined := self._joined.pop(instance, None)) is not None:
+            self._left.append(joined)
         self._compared = None
         self._smallest.clear()
 
@@ -222,7 +231,17 @@ class Balanced(ShortestQueue):
             return None
         memory, reserve = self.memory(load.instance), self.reserve(load.instance)
         known = self._comparable_speed(load.instance) is not None
-        return Engine(speed, load.max_running, starts_s, memory, reserve, known)
+        engine = Engine(speed, load.max_running, starts_s, memory, reserve, known)
+        if known and not load.reserved:
+            number, _ = self._joined.get(load.instance) or (self._arrivals, engine)
+            self._arrivals += number == self._arrivals
+            self._joined[load.instance] = number, engine
+        return engine
+
+    def joined(self) -> list[Engine]:
+        """Remote instances that joined last, the newest first, those that are gone since among them."""
+        known = sorted([*self._joined.values(), *self._left], key=lambda arrival: -arrival[0])
+        return [engine for _, engine in known[:JOINED]]
 
     def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
         self._per_prompt, self._elapsed_s = queue.samples_per_prompt, queue.elapsed_s

@@ -77,6 +77,8 @@ class Facts:
     training: Training
     earlier: Sequence[Sequence[int]] = ()
     """Prompts of the steps before, like those of `groups`; the policy's own."""
+    joined: Sequence[Engine] = ()
+    """Remote ones that joined last, the newest first, whether they are there still or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,16 +310,19 @@ class Offload:
         return steps if steps and steps[-1] == groups else [*steps, groups][-STEPS:]
 
     def predictor(self) -> Predictor | None:
-        """For steps with other numbers of instances like those there are. It goes by what is known now, whatever is
-        learned while it is asked; None before anything is known."""
+        """For steps with other numbers of instances. It goes by what is known now, whatever is learned while it is
+        asked; None before anything is known."""
         facts, plans = self.facts, dict(self.plans)
         if facts is None or not (facts.remote or facts.reserved):
             return None
-        # Fewer are taken to be the fastest ones, and more to be like those that are there.
-        like = fastest_first(facts.remote, facts.prompt_tokens, facts.groups) or facts.reserved[:1]
+        # Fewer are taken to be the fastest ones, and more to be like those that joined last: those there are may be
+        # what was kept of many.
+        there = fastest_first(facts.remote, facts.prompt_tokens, facts.groups)
+        further = list(facts.joined) or there or facts.reserved[:1]
 
         def predicted(instances: int) -> Generator[None, None, float | None]:
-            remote, near = [like[k % len(like)] for k in range(instances)], plans.get(instances)
+            more = [further[k % len(further)] for k in range(instances - len(there))]
+            remote, near = [*there[:instances], *more], plans.get(instances)
             if not (remote or facts.reserved):
                 return None
             step_s: float | None = None
@@ -365,11 +370,12 @@ def thinned(facts: Facts, most: int = MOST_REPLAYED) -> Facts:
         facts.prompt_tokens,
         [scaled(engine) for engine in facts.remote],
         [scaled(engine) for engine in facts.reserved],
-        replace(
+        training=replace(
             training,
             token_s=f * training.token_s,
             micro_batch_samples=fewer,
             ahead_token_s=f * training.ahead_token_s,
             ahead_samples=max(1, round(training.ahead_samples / f)),
         ),
+        joined=[scaled(engine) for engine in facts.joined],
     )

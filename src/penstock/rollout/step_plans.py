@@ -252,7 +252,8 @@ class StepPlans:
             self.ahead_samples,
         )
         # A copy: turns that end while a plan is made would change it under way.
-        return Facts([list(group) for group in answers.groups], answers.prompt_tokens, theirs, own, training)
+        groups = [list(group) for group in answers.groups]
+        return Facts(groups, answers.prompt_tokens, theirs, own, training, joined=balance.joined())
 
     def _engines(self, balance: Balanced, instances: Sequence[Instance]) -> list[Engine] | None:
         found = []

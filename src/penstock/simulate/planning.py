@@ -40,7 +40,8 @@ def plan_step(world: World, fleet: list[Machine]) -> bool:
         world.token_s * training.ahead_share if world.strategy.looks_ahead else 0.0,
         training.ahead_samples,
     )
-    facts = Facts(balance.lengths.groups, profile.lengths.prompt_tokens, remote, reserved, timed)
+    prompt_tokens = profile.lengths.prompt_tokens
+    facts = Facts(balance.lengths.groups, prompt_tokens, remote, reserved, timed, joined=balance.joined())
     plan = window.plan(facts)
     if not keeps:
         balance.follow(plan)

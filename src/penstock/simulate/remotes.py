@@ -12,6 +12,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.rollout.answers import tell
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.releases import first_to_go
 from penstock.simulate.machine import Machine
@@ -247,6 +248,8 @@ class Remotes:
             self.world.advance(machine)
         machine.ready = False
         self._past.append(_Past(held, self.world.clock.now, preempted))
+        # As in a run, one that comes again is a new one.
+        tell(self.world.strategy.balance, "gone", node)
         if self.world.step is not None and preempted:
             self.world.lose(machine)
 

@@ -292,7 +292,6 @@ class World:
         for sample in taken:
             self._requeue(sample)
         self._order_moved(step)
-        tell(self.strategy.balance, "gone", machine.name)
         self.dispatch()
 
     def advance(self, machine: Machine) -> None:
