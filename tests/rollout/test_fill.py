@@ -14,6 +14,7 @@ from penstock.rollout.answers import ask_fill, fills
 from penstock.rollout.balance import InstanceLoad, Queue, ShortestQueue
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.manager import ManagerConfig
+from penstock.sample import SampleId, turn_batch
 from penstock.wire import Goodbye
 
 PLACES = 3
@@ -62,12 +63,14 @@ def held(world: World) -> dict[str, list[tuple[int, int]]]:
 Happening = st.one_of(
     st.tuples(st.just("play"), st.integers(0, 5), st.integers(1, 8)),
     st.tuples(
-        st.sampled_from(["join", "crash", "lose", "tick", "submit", "short"]), st.integers(0, 5), st.integers(1, 40)
+        st.sampled_from(["join", "crash", "turn", "turn", "lose", "tick", "submit", "short"]),
+        st.integers(0, 5),
+        st.integers(1, 40),
     ),
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=1500, deadline=None)
 @given(st.lists(Happening, max_size=60), st.sampled_from([Balanced, ShortestQueue]))
 def test_samples_go_where_they_would_if_all_instances_were_looked_at(
     happenings: list[tuple[str, int, int]], policy: type[ShortestQueue]
@@ -82,6 +85,10 @@ def test_samples_go_where_they_would_if_all_instances_were_looked_at(
             agents = list(world.agents.values())
             if what == "join":
                 world.join_ready(f"late-{number}", max_running=count % 5 + 1)
+            elif what == "turn":
+                for k in range(count % 8):
+                    name = turn_batch(SampleId(f"talk-{number}", k, 0), 2)
+                    world.trainer(submit(name, prompts=[(1, 2)], max_new_tokens=8 if which % 2 else 3))
             elif what in ("submit", "short"):
                 longest = 8 if what == "submit" else 4
                 world.trainer(submit(f"b-{number}", prompts=[(1, 2)] * count, max_new_tokens=longest))

@@ -175,16 +175,23 @@ def test_an_old_lease_of_its_own_is_worth_nothing() -> None:
     assert done.token_ids == ids
 
 
+@pytest.mark.parametrize("between_s", [0.0, 0.1])
 @pytest.mark.parametrize("first", ["the batch", "the engine", "two batches"])
-def test_an_engine_of_another_vocabulary_gets_no_work_and_is_refused_with_the_reason(first: str) -> None:
+def test_an_engine_of_another_vocabulary_gets_no_work_and_is_refused_with_the_reason(
+    first: str, between_s: float
+) -> None:
     world = published()
     if first != "the engine":
         world.trainer(submit(prompts=[[1, 2, 40]]))
     if first == "two batches":
         world.trainer(submit("eval-0", prompts=[[1, 2, 41]]))
+    if between_s and first != "the engine":
+        world.pass_time(between_s)
     stranger = world.join("stranger")
     world.send(stranger, VersionReady(version=0, vocab_size=40, max_context_tokens=1024, load_s=0.1, bytes_fetched=1))
     if first == "the engine":
+        if between_s:
+            world.pass_time(between_s)
         world.trainer(submit(prompts=[[1, 2, 40]]))
         assert not stranger.sequences
     world.pass_time(0.1)

@@ -101,7 +101,13 @@ class World:
         self._take(decisions)
 
     def submit(
-        self, name: str, prompts: int, samples_per_prompt: int, length: int, stop_id: int | None = None
+        self,
+        name: str,
+        prompts: int,
+        samples_per_prompt: int,
+        length: int,
+        stop_id: int | None = None,
+        first_prompt: int = 0,
     ) -> float:
         """Returns the processor seconds from the trainer's bytes to the agents'."""
         frame = SubmitBatch(
@@ -110,7 +116,7 @@ class World:
             samples_per_prompt=samples_per_prompt,
             run_seed=0,
             sampling=Sampling(max_new_tokens=length, stop_ids=() if stop_id is None else (stop_id,)),
-            prompt_indices=column_bytes(range(prompts), "I"),
+            prompt_indices=column_bytes(range(first_prompt, first_prompt + prompts), "I"),
             prompt_ids=array("i", range(PROMPT_TOKENS)).tobytes() * prompts,
             prompt_lengths=column_bytes([PROMPT_TOKENS] * prompts, "I"),
             deadline_s=1e6,

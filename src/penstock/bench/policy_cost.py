@@ -7,18 +7,17 @@ the policy in the manager, and by the manager with all that it does for one. Tim
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.bench.common import Result, at_most, median
 from penstock.bench.manager_world import FrameMaker, World
 from penstock.rollout.balance import InstanceLoad, PlacedSample, Queue, Report
 from penstock.rollout.balanced import Balanced
-from penstock.rollout.batch import Batch
+from penstock.rollout.balancing import Balancing
 from penstock.rollout.curves import Speed
-from penstock.rollout.fleet import Instance
 from penstock.rollout.offload import Offload
 from penstock.rollout.step_replay import Limits, Plan
-from penstock.sample import Finish
+from penstock.sample import Finish, SampleId, turn_batch
 from penstock.simulate.profiles import Lengths, MachineProfile, Prices, Profile, Training
 from penstock.simulate.strategy import FixedSize, Strategy
 from penstock.simulate.traces import static_trace
@@ -31,6 +30,8 @@ INSTANCES, SAMPLES = 256, 65_536
 AGENTS = 10_000
 TARGET_US = 20.0
 STOP_ID = 7
+CONVERSATIONS = 16_384
+TURNS_A_TICK = 100
 
 
 def run(quick: bool) -> list[Result]:
@@ -56,6 +57,7 @@ def run(quick: bool) -> list[Result]:
         at_most(f"looking for moves: {what}", 1e6 * median(moves), TARGET_US, "us/sample"),
         at_most(f"assigning all, within a plan's limits: {what}", 1e6 * median(planned), TARGET_US, "us/sample"),
         *_one_by_one(what),
+        *_turns(),
         Result(
             f"a look at all {INSTANCES} instances for one sample",
             1e6 * median(one),
@@ -76,20 +78,12 @@ def _one_by_one(what: str) -> list[Result]:
     """Samples that end one in a frame, and are made up for by those that wait."""
     world = World(INSTANCES)
     world.submit("bench", prompts=4 * SAMPLES // 8, samples_per_prompt=8, length=1 << 20, stop_id=STOP_ID)
-    policy_s: list[float] = []
-    asked = world.manager.balancing.fill
-
-    def timed(batch: Batch, instance: Instance, coming: int, elapsed_s: float | None) -> int:
-        began = time.process_time()
-        found = asked(batch, instance, coming, elapsed_s)
-        policy_s.append(time.process_time() - began)
-        return found
-
-    world.manager.balancing.fill = timed  # type: ignore[method-assign]
+    policy_s = _timed(world.manager.balancing, "fill")
     frame_s: dict[bool, list[float]] = {True: [], False: []}
     for agent in world.agents.values():
         for ends in frame_s:
-            frame_s[ends].append(world.agent(agent.peer, _frame(agent, ends)))
+            leases = list(agent.drawn)
+            frame_s[ends].append(world.agent(agent.peer, _frame(agent, leases, leases[0] if ends else -1)))
     if world.finished != INSTANCES or len(policy_s) != INSTANCES:
         raise RuntimeError(f"{world.finished} samples ended, {len(policy_s)} decisions were made, of {INSTANCES} each")
     whole_s = median(frame_s[True]) - median(frame_s[False])
@@ -104,12 +98,66 @@ def _one_by_one(what: str) -> list[Result]:
     ]
 
 
-def _frame(agent: FrameMaker, ends: bool) -> bytes:
-    """A token more of every sequence; the first one ends with it, or none."""
-    leases = list(agent.drawn)
-    starts = list(agent.drawn.values())
-    ending = leases[0] if ends else -1
-    agent.drawn = {lease: drawn + 1 for lease, drawn in agent.drawn.items() if lease != ending}
+def _turns() -> list[Result]:
+    """Conversations: on each sample that ends follows its next turn, a batch of its own."""
+    world = World(INSTANCES)
+    world.submit("talk", prompts=CONVERSATIONS, samples_per_prompt=1, length=1 << 20, stop_id=STOP_ID)
+    policy_s = _timed(world.manager.balancing, "stays")
+    ends_s: list[float] = []
+    turn_s: list[float] = []
+    tick_s: list[float] = []
+    tracker = world.manager.tracker
+    for number in range(2 * CONVERSATIONS):
+        agent = world.agents[f"agent-{number % INSTANCES}"]
+        instance = world.manager.fleet.get(agent.peer)
+        assert instance is not None
+        sample = next(tracker.samples_of(instance.id))
+        ends_s.append(world.agent(agent.peer, _frame(agent, [sample.lease], sample.lease)))
+        turn = 1 + number // CONVERSATIONS
+        name, prompt = turn_batch(SampleId("talk", sample.id.prompt, 0), turn), sample.id.prompt
+        turn_s.append(world.submit(name, 1, 1, 1 << 20, stop_id=STOP_ID, first_prompt=prompt))
+        if number % TURNS_A_TICK == 0:
+            tick_s.append(world.tick())
+    open_turns = sum(1 for _ in tracker.batches())
+    if open_turns < CONVERSATIONS or len(policy_s) < CONVERSATIONS:
+        raise RuntimeError(f"{open_turns} turns are open and {len(policy_s)} went on where they were")
+    late = CONVERSATIONS
+    what = f"{INSTANCES} instances, {open_turns:,} turns open"
+    return [
+        at_most(
+            f"where a conversation's next turn goes: {what}", 1e6 * median(policy_s[late:]), TARGET_US, "us/sample"
+        ),
+        Result(
+            "the manager's whole work for the end of one turn and the next one",
+            1e6 * (median(ends_s[late:]) + median(turn_s[late:])),
+            "us/sample",
+            note=f"{1e6 * median(turn_s[:TURNS_A_TICK]):.0f} us for the next one at first, "
+            f"{1e6 * median(turn_s[-TURNS_A_TICK:]):.0f} us at last",
+        ),
+        Result("a tick of the manager then", 1e3 * median(tick_s[len(tick_s) // 2 :]), "ms", note="ten a second"),
+    ]
+
+
+def _timed(holder: Balancing, method: str) -> list[float]:
+    """Processor seconds of each call from now on."""
+    found: list[float] = []
+    asked = getattr(holder, method)
+
+    def timed(*told: object) -> object:
+        began = time.process_time()
+        answer = asked(*told)
+        found.append(time.process_time() - began)
+        return answer
+
+    setattr(holder, method, timed)
+    return found
+
+
+def _frame(agent: FrameMaker, leases: Sequence[int], ending: int) -> bytes:
+    """A token more of some sequences; one of them ends with it, or none."""
+    starts = [agent.drawn[lease] for lease in leases]
+    agent.drawn |= {lease: agent.drawn[lease] + 1 for lease in leases}
+    agent.drawn.pop(ending, None)
     return encode(
         TokenFrame(
             version=1,

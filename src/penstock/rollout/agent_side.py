@@ -9,12 +9,12 @@ changes for everybody.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from penstock.errors import WireError
 from penstock.observe.events import FrameRefused, RowsRefused
 from penstock.rollout.balancing import Balancing
-from penstock.rollout.batch import TrackedSample
+from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.blame import Blame
 from penstock.rollout.dispatching import Dispatching
 from penstock.rollout.fleet import Fleet, Instance, State
@@ -83,6 +83,10 @@ class AgentSide:
         self._out = outbox
         self._deliver = deliver
         self._rearrange = rearrange
+        self._looked_at = 0
+        """Age of the batch up to which engines were looked at for strangers, those that are known."""
+        self._known: set[tuple[str, int, int]] = set()
+        """(instance, version, vocabulary)."""
         self._left = left
         self._frame_steps = frame_steps
         self._max_context_tokens = max_context_tokens
@@ -249,16 +253,27 @@ class AgentSide:
 
     def _strangers(self) -> list[tuple[Instance, str]]:
         """Instances whose engine can't be of the model that open batches are for, once each."""
-        found: dict[str, tuple[Instance, str]] = {}
-        for batch in self._tracker.batches():
-            for instance in self._fleet:
-                if instance.holds(batch.version) and not instance.knows(batch.top_token):
-                    cause = (
-                        f"its vocabulary of {instance.vocab_size} has no token {batch.top_token}, which is in the "
-                        f"prompts of batch {batch.name}: another model or tokenizer"
-                    )
-                    found.setdefault(instance.peer, (instance, cause))
-        return list(found.values())
+        found = []
+        new, self._looked_at = _topmost(self._tracker.since(self._looked_at)), self._tracker.newest_age
+        every: dict[int, int] | None = None
+        before, self._known = self._known, set()
+        for instance in self._fleet:
+            if instance.state is not State.READY:
+                continue
+            known = instance.id, instance.version, instance.vocab_size
+            self._known.add(known)
+            if known not in before and every is None:
+                every = _topmost(self._tracker.batches())
+            tops = new if known in before or every is None else every
+            if not instance.knows(tops.get(instance.version, -1)):
+                mine = (batch for batch in self._tracker.batches() if instance.holds(batch.version))
+                batch = next(batch for batch in mine if not instance.knows(batch.top_token))
+                cause = (
+                    f"its vocabulary of {instance.vocab_size} has no token {batch.top_token}, which is in the "
+                    f"prompts of batch {batch.name}: another model or tokenizer"
+                )
+                found.append((instance, cause))
+        return found
 
     def _refuse(self, instance: Instance, cause: str, suspects: bool = True) -> None:
         """A peer that sends nonsense is not listened to any further. `suspects`: one of its samples may be why."""
@@ -304,3 +319,11 @@ class AgentSide:
             rows, others = self._rows_refused.total(), "other causes, of several instances"
             self._out.emit(RowsRefused(ts=self._out.ts, instance="", rows=rows, cause=others))
             self._rows_refused.clear()
+
+
+def _topmost(batches: Iterable[Batch]) -> dict[int, int]:
+    """By version, the greatest token of the prompts."""
+    found: dict[int, int] = {}
+    for batch in batches:
+        found[batch.version] = max(batch.top_token, found.get(batch.version, -1))
+    return found

@@ -162,11 +162,11 @@ class BalancePolicy(Protocol):
         ...
 
     def finished(self, prompt: int, output_tokens: int) -> None:
-        """An answer to a batch's prompt, named by its row, came to its end."""
+        """An answer to a batch's prompt, named by its row, came to its end; -1: a further turn of a conversation."""
         ...
 
     def batch_ended(self) -> None:
-        """All samples of a batch are accounted for."""
+        """All samples of a batch are accounted for. Further turns are not told of one by one."""
         ...
 
     def gone(self, instance: str) -> None:
@@ -186,9 +186,10 @@ class ShortestQueue:
 
     max_pending: int
     affinity: bool = True
-    _level_with_coming: float = field(default=math.inf, init=False, repr=False)
-    """For their weight, what instances come to with their handicaps once those that are coming are there, as `assign`
-    had it last."""
+    _all_held: tuple[float, float] = field(default=(0.0, 1.0), init=False, repr=False)
+    """Samples on all instances after the last `assign`, and their weights."""
+    _all_with_coming: tuple[float, float] = field(default=(0.0, 1.0), init=False, repr=False)
+    """The same when last there were some coming: with handicaps, and with the weights of those."""
 
     def __post_init__(self) -> None:
         if self.max_pending < 0:
@@ -206,12 +207,16 @@ class ShortestQueue:
 
     def fill(self, queue: Queue, load: InstanceLoad) -> int:
         """How many of the first waiting samples go to an instance on which some have ended since the last `assign`,
-        which left samples waiting: nobody else had room then. Not asked where `assign` is overridden and this is not.
+        which left samples waiting: nobody else had room then. Where `near` is 0 it is the one that said a lone sample's
+        last turn, and 0 has all of them looked at. Not asked where `assign` is overridden and this is not.
         """
+        if queue.near >= 0:
+            return int(self._takes_turn(load, *self._all_held))
         room = self.room(load)
         moved = max(0, min(queue.moved, room - load.samples))
         if queue.coming:
-            room = min(room, _share(self._level_with_coming, self.weight(load), self.handicap(load)))
+            held, weights = self._all_with_coming
+            room = min(room, _share((held + queue.fresh) / weights, self.weight(load), self.handicap(load)))
         return moved + max(0, min(queue.fresh, room - load.samples - moved))
 
     def order(self, output_tokens: Sequence[int], prompts: Sequence[int]) -> list[int]:
@@ -255,11 +260,13 @@ class ShortestQueue:
 
     def _level(self, index: int, loads: Sequence[InstanceLoad]) -> bool:
         """Whether one more on an instance starts at once, and leaves it within `NEAR` of its share of all there is."""
-        load = loads[index]
+        self._all_held = sum(load.samples for load in loads), sum(self._weights_of(loads))
+        return self._takes_turn(loads[index], *self._all_held)
+
+    def _takes_turn(self, load: InstanceLoad, held: float, weights: float) -> bool:
         if load.pending or load.samples >= min(load.max_running, self.room(load)):
             return False
-        weights = self._weights_of(loads)
-        share = (1 + sum(other.samples for other in loads)) * weights[index] / sum(weights)
+        share = (1 + held) * self.weight(load) / weights
         return load.samples + 1 <= share + max(1.0, NEAR * load.max_running)
 
     def _weights_of(self, loads: Sequence[InstanceLoad]) -> list[float]:
@@ -279,13 +286,15 @@ class ShortestQueue:
         if not _are_numbers(handicaps) or not all(map(math.isfinite, handicaps)):
             raise PolicyError(f"{type(self).__qualname__}.handicap gave {handicaps}; each must be a finite number")
         picks = _deal(moved, held, weights, rooms, handicaps) if moved else []
-        if len(picks) < moved:
-            return picks
-        if queue.coming and loads:
-            self._level_with_coming = _level_with(held, weights, handicaps, queue)
-            shares = map(_share, itertools.repeat(self._level_with_coming), weights, handicaps)
-            rooms = list(map(min, rooms, shares))
-        return picks + _deal(fresh, held, weights, rooms, handicaps)
+        if len(picks) == moved:
+            if queue.coming and loads:
+                level, total = _with_coming(held, weights, handicaps, queue)
+                rooms = list(map(min, rooms, map(_share, itertools.repeat(level / total), weights, handicaps)))
+            picks += _deal(fresh, held, weights, rooms, handicaps)
+            if queue.coming and loads:
+                self._all_with_coming = level - (fresh + moved - len(picks)), total
+        self._all_held = sum(held), sum(weights)
+        return picks
 
 
 def _are_numbers(values: Sequence[float]) -> bool:
@@ -295,9 +304,11 @@ def _are_numbers(values: Sequence[float]) -> bool:
         return False
 
 
-def _level_with(held: Sequence[int], weights: Sequence[float], handicaps: Sequence[float], queue: Queue) -> float:
-    """What all instances come to, with their handicaps and for their weight, once those that are coming, like the best,
-    are there and have their share of all work.
+def _with_coming(
+    held: Sequence[int], weights: Sequence[float], handicaps: Sequence[float], queue: Queue
+) -> tuple[float, float]:
+    """Samples, held and fresh, with the handicaps; and the weights, with those of who is coming, like the best. Once
+    these are there, all come to the one for the other.
 
     Without that the first instance to hold a version takes a small batch whole, and the others find nothing. Who has
     been coming for so long may well take as long again. By then the rest of the batch, at the pace of what has ended,
@@ -314,7 +325,7 @@ def _level_with(held: Sequence[int], weights: Sequence[float], handicaps: Sequen
         total = sum(weights[k] for k in some) + others
         fewer = [k for k in some if level * weights[k] > handicaps[k] * total]
         if len(fewer) == len(some):
-            return level / total if total > 0 else 0.0
+            return level, total or 1.0
         some = fewer
 
 

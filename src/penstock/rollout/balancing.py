@@ -17,6 +17,7 @@ from penstock.rollout.batch import Batch, TrackedSample
 from penstock.rollout.fleet import Instance
 from penstock.rollout.tracker import Tracker
 from penstock.rollout.worklog import WorkLog
+from penstock.sample import is_turn
 from penstock.wire import Heartbeat
 
 __all__ = ["MOVES_S", "Balancing"]
@@ -89,10 +90,12 @@ class Balancing:
         for sample in samples:
             self._moves_by_choice.pop(sample, None)
             self._shifts.pop(sample, None)
+            turn = is_turn(sample.batch.name)
             if not sample.cause:
-                tell(self.policy, "finished", sample.prompt, sample.length)
+                tell(self.policy, "finished", -1 if turn else sample.prompt, sample.length)
                 self._log.finished(sample)
-            if sample.batch.ended:
+            if sample.batch.ended and not turn:
+                # There are thousands of turns, each a batch of its own: a step does not end with one.
                 ended[sample.batch.name] = sample.batch
         for batch in ended.values():
             # Who waited for a place then says nothing about the next batch's samples.
@@ -128,10 +131,14 @@ class Balancing:
         at = next((k for k, load in enumerate(loads) if load.instance == near), -1) if near else -1
         return ask_picks(self.policy, _queue(batch, coming, elapsed_s, at), loads)
 
-    def fill(self, batch: Batch, instance: Instance, coming: int, elapsed_s: float | None) -> int:
+    def fill(self, batch: Batch, instance: Instance, coming: int) -> int:
         """How many of a batch's samples, which the last picks left waiting, go to an instance on which some have
         ended."""
-        return ask_fill(self.policy, _queue(batch, coming, elapsed_s), self.load(instance))
+        return ask_fill(self.policy, _queue(batch, coming), self.load(instance))
+
+    def stays(self, batch: Batch, instance: Instance) -> bool:
+        """Whether a lone sample goes to the instance that said its last turn."""
+        return ask_fill(self.policy, _queue(batch, near=0), self.load(instance)) > 0
 
     def load(self, instance: Instance) -> InstanceLoad:
         return InstanceLoad(
@@ -196,7 +203,7 @@ class Balancing:
         return rows
 
 
-def _queue(batch: Batch, coming: int, elapsed_s: float | None, near: int = -1) -> Queue:
+def _queue(batch: Batch, coming: int = 0, elapsed_s: float | None = None, near: int = -1) -> Queue:
     return Queue(
         fresh=batch.fresh,
         first_fresh=batch.samples - batch.fresh,

@@ -157,6 +157,10 @@ class Batch:
     """Finished and failed samples by index, kept until the trainer releases the batch: it may ask again."""
     elsewhere: dict[int, TrackedSample] = field(default_factory=dict)
     """Samples that the trainer has whole and this side has not, by index."""
+    age: int = 0
+    """The larger, the later it was taken up."""
+    listed: bool = False
+    """The tracker looks at it for samples that wait."""
     placed: int = 0
     finished: int = 0
     failed: int = 0
@@ -165,6 +169,8 @@ class Batch:
 
     top_token: int = field(init=False)
     """The greatest token id of its prompts."""
+    _rows: dict[int, int] = field(init=False, default_factory=dict)
+    """Of prompts, by their index in the data; filled when it is first asked for."""
 
     def __post_init__(self) -> None:
         self.top_token = max(column(self.prompt_ids, "i"), default=0)
@@ -271,9 +277,12 @@ class Batch:
 
     def ended_sample(self, prompt: int, replica: int) -> TrackedSample | None:
         """A sample that has ended, by its prompt's index in the data; None where it has not, or is not here."""
-        if prompt not in self.prompt_indices or replica >= self.samples_per_prompt:
+        if not self._rows:
+            self._rows = {index: row for row, index in enumerate(self.prompt_indices)}
+        row = self._rows.get(prompt)
+        if row is None or replica >= self.samples_per_prompt:
             return None
-        return self.held.get(self.prompt_indices.index(prompt) * self.samples_per_prompt + replica)
+        return self.held.get(row * self.samples_per_prompt + replica)
 
     def taken(self, frame: SubmitBatch) -> set[int]:
         """Indices of the samples that a submission says its trainer has. Raises WireError for one of another batch."""

@@ -154,8 +154,10 @@ class AnswerLengths:
         return len(self._recent)
 
     def finished(self, tokens: int, prompt: int = 0) -> None:
+        """`prompt`: of the open batch; -1 of none."""
         self._recent.append(tokens)
-        self._open.setdefault(prompt, []).append(tokens)
+        if prompt >= 0:
+            self._open.setdefault(prompt, []).append(tokens)
         self._stale = True
 
     def refresh(self) -> None:

@@ -13,7 +13,7 @@ from penstock.observe.events import SamplesMoved
 from penstock.rollout.balance import InstanceLoad
 from penstock.rollout.balancing import Balancing
 from penstock.rollout.batch import Batch, TrackedSample
-from penstock.rollout.fleet import Fleet, Instance, State
+from penstock.rollout.fleet import NO_VERSION, Fleet, Instance, State
 from penstock.rollout.journal import placed_records
 from penstock.rollout.outbox import Outbox
 from penstock.rollout.starts import start_frames
@@ -23,6 +23,9 @@ from penstock.rollout.windows import Windows
 from penstock.sample import turn_before
 
 __all__ = ["Dispatching"]
+
+LATELY_S = 0.1
+"""What the policy knows of all instances is as good as new for so long: from one tick to the next."""
 
 _Rows = dict[str, list[TrackedSample]]
 
@@ -54,7 +57,13 @@ class Dispatching:
         self._batch = batch
         self._most_pending = most_pending
         self._left: dict[str, int] = {}
-        """Batches of which `give` left samples waiting, since no instance had room; and how many were coming."""
+        """Batches whose samples wait since no instance has room for them; and how many instances were coming."""
+        self._settled = False
+        """Since `give` looked at everything, nothing has changed but what `fill` and `offer` have seen to."""
+        self._looked_at = NO_VERSION, float("-inf")
+        """For samples of which version all instances were looked at last, and when."""
+        self._kept_for = NO_VERSION
+        """The version of which some were coming then."""
 
     def give(self) -> None:
         """Gives waiting samples to instances, oldest batch first."""
@@ -63,45 +72,59 @@ class Dispatching:
         """Context, by version, of the least demanding lone sample that found no room."""
         self._versions.turn(self._out.now)
         self._left.clear()
-        for batch in self._tracker.batches():
-            if not batch.waiting:
-                continue
+        for batch in self._tracker.waiting():
             # Turns of conversations are batches of one, and many: they are alike but for the context that they need.
-            lone = batch.samples == batch.fresh == 1
+            lone = _is_lone(batch)
             if lone and batch.context_tokens >= refused.get(batch.version, batch.context_tokens + 1):
+                self._left[batch.name] = 0
                 continue
             self._try_suspects(batch, rows)
-            loads = self._loads(batch)
-            near = self._near(batch) if lone else ""
-            coming = self._coming(batch)
-            picks = self._balancing.assign(batch, loads, coming, near, self._windows.elapsed_s())
-            for pick in picks:
-                self._place(batch, loads[pick].instance, rows)
-            if lone and not picks:
+            self._deal(batch, rows)
+            if lone and batch.waiting:
                 refused[batch.version] = batch.context_tokens
-            if batch.waiting and not lone:
-                self._left[batch.name] = coming
         self._start(rows)
+        self._settled = True
 
     def look_at_all(self) -> None:
-        """The next time a sample ends, too: more has changed than its own instance."""
-        self._left.clear()
+        """The next time, too, that a sample ends or a turn comes: more has changed than that."""
+        self._settled = False
 
     def fill(self, instance: Instance) -> None:
         """Gives waiting samples to an instance on which some have ended. As `give`, but where that last left samples
         waiting nobody else is looked at: with hundreds of instances, each sample that ends would cost a look at all."""
+        if not (self._settled and self._balancing.fills):
+            self.give()
+            return
         rows: _Rows = {}
-        for batch in self._tracker.batches():
-            if not batch.waiting:
-                continue
+        for batch in self._tracker.waiting():
             coming = self._left.get(batch.name)
-            if not self._balancing.fills or coming is None or batch.suspects:
+            if coming is None or batch.suspects or (coming and batch.version != self._kept_for):
                 self._start(rows)
                 self.give()
                 return
-            if self._may_take(instance, batch):
-                for _ in range(self._balancing.fill(batch, instance, coming, self._windows.elapsed_s())):
-                    self._place(batch, instance.id, rows)
+            if not self._may_take(instance, batch):
+                continue
+            for _ in range(self._balancing.fill(batch, instance, coming)):
+                self._place(batch, instance.id, rows)
+            if batch.waiting:
+                # It has no room for any further one.
+                break
+        self._start(rows)
+
+    def offer(self, batch: Batch) -> None:
+        """Gives a lone sample that has just come, the next turn of a conversation, to an instance. As `give`, but who
+        has waited longer has found no room, and need not be looked at again."""
+        if not (self._settled and self._balancing.fills and _is_lone(batch)):
+            self.give()
+            return
+        rows: _Rows = {}
+        near = self._fleet.by_id(self._near(batch))
+        version, at = self._looked_at
+        lately = version == batch.version and self._out.now - at < LATELY_S
+        if lately and near is not None and self._may_take(near, batch) and self._balancing.stays(batch, near):
+            self._place(batch, near.id, rows)
+        else:
+            self._deal(batch, rows)
         self._start(rows)
 
     def move(self, now: float) -> None:
@@ -143,6 +166,22 @@ class Dispatching:
         )
 
     # ---- within
+
+    def _deal(self, batch: Batch, rows: _Rows) -> None:
+        """Gives a batch's waiting samples to instances, as far as the policy finds room for them."""
+        lone = _is_lone(batch)
+        loads = self._loads(batch)
+        near = self._near(batch) if lone else ""
+        # Of a single sample nothing is kept for those that are coming.
+        coming = 0 if lone else self._coming(batch)
+        picks = self._balancing.assign(batch, loads, coming, near, self._windows.elapsed_s())
+        for pick in picks:
+            self._place(batch, loads[pick].instance, rows)
+        if batch.waiting:
+            self._left[batch.name] = coming
+        self._looked_at = batch.version, self._out.now
+        if coming:
+            self._kept_for = batch.version
 
     def _try_suspects(self, batch: Batch, rows: _Rows) -> None:
         """Gives each instance one of the samples that may have killed another, where its trial begins soonest."""
@@ -192,3 +231,7 @@ class Dispatching:
             and self._windows.may_generate(instance)
             and not instance.turning
         )
+
+
+def _is_lone(batch: Batch) -> bool:
+    return batch.samples == batch.fresh == 1

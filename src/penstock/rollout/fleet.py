@@ -190,6 +190,10 @@ class Fleet:
     def get(self, peer: str) -> Instance | None:
         return self._living.get(peer)
 
+    def by_id(self, instance_id: str) -> Instance | None:
+        """A living instance by its name."""
+        return self._living.get(self._peers.get(instance_id, ""))
+
     def peer_of(self, instance_id: str) -> str:
         """The peer behind a living instance's name."""
         return self._peers[instance_id]

@@ -37,6 +37,7 @@ from penstock.rollout.versions import Versions
 from penstock.rollout.waiting import Waiting
 from penstock.rollout.windows import Turn, Windows
 from penstock.rollout.worklog import WorkLog
+from penstock.sample import is_turn
 from penstock.wire import (
     MAX_FRAME_BYTES,
     BatchFailed,
@@ -114,6 +115,7 @@ class Manager:
             self.versions,
             self._out,
             self._rearrange,
+            self._arrived,
             grace_s=config.trainer_grace_s,
             frame_bytes=config.max_frame_bytes,
         )
@@ -216,6 +218,7 @@ class Manager:
         self._now = now
         trainer = self.trainer
         if isinstance(frame, SubmitBatch):
+            self.waiting.due(now + frame.deadline_s)
             trainer.submit(frame, self._out.agent_frame_bytes)
         elif isinstance(frame, VersionPublished):
             trainer.publish(frame)
@@ -393,10 +396,13 @@ class Manager:
     def _deliver(self, samples: list[TrackedSample]) -> None:
         self.balancing.finished(samples)
         if samples and self.trainer.deliver(samples):
-            for batch in {sample.batch for sample in samples if sample.batch.ended}:
+            ended = {sample.batch for sample in samples if sample.batch.ended}
+            for batch in ended:
                 self.windows.batch_ended(batch)
             self.windows.look()
-            self.agents.steer()
+            if not all(is_turn(batch.name) for batch in ended):
+                # An instance that has no further turn either is told as it gets idle.
+                self.agents.steer()
 
     def _fail_overdue(self) -> None:
         while (overdue := self.waiting.overdue(self._now, self._excused)) is not None:
@@ -407,6 +413,14 @@ class Manager:
 
     def _excused(self, batch: Batch) -> bool:
         return self.trainer.unclaimed(batch) or self.windows.excuses
+
+    def _arrived(self, batch: Batch) -> None:
+        """A batch has come. With thousands of conversations most are the next turn of one: it changes nothing for
+        others where somebody is there for it."""
+        if is_turn(batch.name) and self.fleet.any_ready_for(batch.version, batch.context_tokens):
+            self.dispatching.offer(batch)
+        else:
+            self._rearrange()
 
     def _rearrange(self) -> None:
         """After instances or batches have changed: what is to be loaded, who gets what, who waits."""

@@ -116,7 +116,7 @@ def samples(manager: Manager, now: float) -> dict[str, Any]:
                 "tokens": batch.tokens,
                 "context_tokens": batch.context_tokens,
                 "age_s": round(now - batch.submitted_at, 3),
-                "since_progress_s": round(now - batch.progress_at, 3),
+                "since_progress_s": round(now - manager.tracker.progress_at(batch), 3),
                 "states": manager.tracker.state_counts(batch),
             }
         )

@@ -56,6 +56,8 @@ __all__ = ["EPOCH_SHIFT", "Applied", "Claimed", "Evicted", "Tracker"]
 
 MAX_ABORTS = 16
 LOSSES_A_STRIKE = 4
+LISTED = 64
+"""Batches that may be looked at in vain for samples that wait, beside those with some."""
 STRIKES_KNOWN = 256
 """Instances whose strikes can still be taken back; those of earlier ones stay."""
 EPOCH_SHIFT = 40
@@ -121,6 +123,15 @@ class Tracker:
         self.strikes_needed = max_strikes
         """More than `max_strikes` while machines die by themselves, so that chance is not taken for guilt."""
         self._batches: dict[str, Batch] = {}
+        self._may_wait: list[Batch] = []
+        """Every batch with samples that wait, and some without: with thousands of conversations there are as many open
+        batches, of which hardly any waits."""
+        self._may_wait_sorted = True
+        self._prune_at = LISTED
+        self.newest_age = 0
+        """Of the batch that was taken up last."""
+        self._handed_down: list[tuple[float, float]] = []
+        """(submitted, progress) of removed batches, the least of what counts for the batches behind them, by time."""
         self._placed: dict[str, dict[int, TrackedSample]] = {}
         self._trials: dict[str, TrackedSample] = {}
         """The suspect of each instance that has one."""
@@ -150,6 +161,40 @@ class Tracker:
         """Open batches, oldest first."""
         return iter(self._batches.values())
 
+    def since(self, age: int) -> Iterator[Batch]:
+        """Open batches that were taken up after one of such an age, newest first."""
+        for batch in reversed(self._batches.values()):
+            if batch.age <= age:
+                return
+            yield batch
+
+    def waiting(self) -> Iterator[Batch]:
+        """Those of the open batches that have samples waiting, oldest first."""
+        if not self._may_wait_sorted:
+            self._may_wait = sorted(self._may_wait, key=lambda batch: batch.age)
+            self._may_wait_sorted = True
+        if len(self._may_wait) >= self._prune_at:
+            # Another list: somebody may be going through this one.
+            before, self._may_wait = self._may_wait, [batch for batch in self._may_wait if self._waits(batch)]
+            for batch in before:
+                batch.listed = False
+            for batch in self._may_wait:
+                batch.listed = True
+            self._prune_at = 2 * len(self._may_wait) + LISTED
+        rows = self._may_wait
+        for index in range(len(rows)):
+            if self._waits(rows[index]):
+                yield rows[index]
+
+    def progress_at(self, batch: Batch) -> float:
+        """When an open batch, or one before it that it had to wait for, got a token or ended a sample last."""
+        found = batch.progress_at
+        for submitted_at, progress_at in self._handed_down:
+            if submitted_at > batch.submitted_at:
+                break
+            found = max(found, progress_at)
+        return found
+
     def remove_batch(self, name: str) -> dict[str, list[int]]:
         """Forgets a batch with all its samples. Returns the leases that were in force, by instance.
 
@@ -160,11 +205,9 @@ class Tracker:
             self.open_turns[talk.batch] -= 1
             if not self.open_turns[talk.batch]:
                 del self.open_turns[talk.batch]
-        for batch in self._batches.values():
-            if batch.submitted_at >= removed.submitted_at:
-                batch.progress_at = max(batch.progress_at, removed.progress_at)
+        self._hand_down(removed.submitted_at, removed.progress_at)
         stopped: dict[str, list[int]] = {}
-        for instance, placed in self._placed.items():
+        for instance, placed in self._placed.items() if removed.placed else ():
             leases = [lease for lease, sample in placed.items() if sample.batch.name == name]
             for lease in leases:
                 del placed[lease]
@@ -174,6 +217,27 @@ class Tracker:
             struck[:] = [sample for sample in struck if sample.batch is not removed]
         return stopped
 
+    def _hand_down(self, submitted_at: float, progress_at: float) -> None:
+        """Keeps those alone that say more than an earlier one does."""
+        if not self._batches:
+            self._handed_down.clear()
+            return
+        if any(at <= submitted_at and progress >= progress_at for at, progress in self._handed_down):
+            return
+        kept = [row for row in self._handed_down if row[0] < submitted_at or row[1] > progress_at]
+        self._handed_down = sorted([*kept, (submitted_at, progress_at)])
+
+    def _waits(self, batch: Batch) -> bool:
+        return batch.waiting > 0 and self._batches.get(batch.name) is batch
+
+    def _list(self, batch: Batch) -> None:
+        """Samples of it wait, or did a moment ago."""
+        if not batch.listed:
+            batch.listed = True
+            if self._may_wait and self._may_wait[-1].age > batch.age:
+                self._may_wait_sorted = False
+            self._may_wait.append(batch)
+
     def begin_epoch(self, epoch: int) -> None:
         """Leases are of `epoch` from now on; to be called before the first is given."""
         self._last_lease = epoch << EPOCH_SHIFT
@@ -181,6 +245,10 @@ class Tracker:
     def take_up(self, batch: Batch) -> None:
         """An open batch: a new one, of a manager that is no more, or ended and wanted again; nothing is placed."""
         self._batches[batch.name] = batch
+        self.newest_age += 1
+        batch.age = self.newest_age
+        self._may_wait_sorted &= not batch.listed
+        self._list(batch)
         if (talk := conversation_of(batch.name)) is not None:
             self.open_turns[talk.batch] += 1
 
@@ -204,6 +272,7 @@ class Tracker:
             sample = batch.elsewhere.pop(index)
             batch.finished -= 1
             (batch.suspects if sample.strikes else batch.moved).append(sample)
+            self._list(batch)
         beyond = {index for index in taken if index not in batch.held and index not in batch.elsewhere}
         if beyond:
             self._settle(batch, beyond, claimed)
@@ -283,6 +352,7 @@ class Tracker:
             sample.batch.placed -= 1
             sample.lease, sample.instance = 0, ""
             sample.batch.moved.append(sample)
+            self._list(sample.batch)
         return sample
 
     def leases_of(self, instance: str) -> int:
@@ -392,7 +462,7 @@ class Tracker:
         """Samples of an open batch by state. Walks the placed samples: for people, not for every frame."""
         running = sum(
             sample.length > sample.placed_length
-            for placed in self._placed.values()
+            for placed in (self._placed.values() if batch.placed else ())
             for sample in placed.values()
             if sample.batch is batch
         )
@@ -486,6 +556,7 @@ class Tracker:
         sample.lease = 0
         sample.instance = ""
         (sample.batch.suspects if sample.strikes else sample.batch.moved).appendleft(sample)
+        self._list(sample.batch)
         return True
 
     def _strike(self, sample: TrackedSample) -> None:

@@ -63,7 +63,8 @@ FINISHED_BYTES = 8 * 1024 * 1024
 class TrainerSide:
     """Frames of the trainer in, its samples out. `grace_s`: how long batches outlive their trainer's connection.
 
-    `frame_bytes`: of the largest frame to the trainer. What changes for instances is told to `rearrange`.
+    `frame_bytes`: of the largest frame to the trainer. What changes for instances is told to `rearrange`, and
+    a batch that has come to `arrived`.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class TrainerSide:
         versions: Versions,
         outbox: Outbox,
         rearrange: Callable[[], None],
+        arrived: Callable[[Batch], None],
         *,
         grace_s: float,
         frame_bytes: int,
@@ -82,6 +84,7 @@ class TrainerSide:
         self._versions = versions
         self._out = outbox
         self._rearrange = rearrange
+        self._arrived = arrived
         self._grace_s = grace_s
         self._finished_bytes = min(FINISHED_BYTES, frame_bytes // 2)
         self.counts = outbox.counts
@@ -202,7 +205,7 @@ class TrainerSide:
                 BatchSubmitted(ts=self._out.ts, batch=batch.name, version=batch.version, samples=batch.samples),
             )
         self._settle(batch, frame)
-        self._rearrange()
+        self._arrived(batch)
 
     def publish(self, frame: VersionPublished) -> None:
         if not 0 <= frame.version < 2**32 or not frame.source:

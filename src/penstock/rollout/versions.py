@@ -106,8 +106,7 @@ class Versions:
             self._turned = chosen
 
     def _turning(self, now: float) -> Instance | None:
-        waiting = (batch for batch in self._tracker.batches() if batch.waiting and batch.version in self._sources)
-        batch = next(waiting, None)
+        batch = next((batch for batch in self._tracker.waiting() if batch.version in self._sources), None)
         if batch is None or not self.reachable or self._fleet.any_ready_for(batch.version, batch.context_tokens):
             return None
         able = []
@@ -128,8 +127,8 @@ class Versions:
         room = instance.max_context_tokens if instance.version != NO_VERSION else None
         waited_for = [
             batch.version
-            for batch in self._tracker.batches()
-            if batch.waiting and batch.version in self._sources and (room is None or room >= batch.context_tokens)
+            for batch in self._tracker.waiting()
+            if batch.version in self._sources and (room is None or room >= batch.context_tokens)
         ]
         if instance.version in waited_for and not instance.turning:
             return NO_VERSION

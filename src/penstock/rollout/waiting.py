@@ -38,6 +38,8 @@ class Waiting:
         self._wall_offset_s = wall_offset_s
         self._since: float | None = None
         self._announced = False
+        self._due_at = float("-inf")
+        """Before then no deadline is over: progress puts each of them off."""
         self.waiting_for = ""
         """Empty, or what waiting samples wait for."""
         self.waits = 0
@@ -47,7 +49,7 @@ class Waiting:
 
     def look(self, now: float) -> None:
         """To be called whenever instances or batches have changed, and with the time."""
-        starved = next((b for b in self._tracker.batches() if b.waiting and not self._able(b)), None)
+        starved = self._starved()
         if starved is None:
             self._over(now)
             return
@@ -62,14 +64,31 @@ class Waiting:
                 WaitingForInstances(ts=now + self._wall_offset_s, waiting_for=self.waiting_for, samples=starved.waiting)
             )
 
+    def _starved(self) -> Batch | None:
+        able: dict[int, int] = {}
+        """The largest context, by version, for which an instance is there."""
+        for batch in self._tracker.waiting():
+            if batch.context_tokens > able.get(batch.version, -1):
+                if not self._able(batch):
+                    return batch
+                able[batch.version] = batch.context_tokens
+        return None
+
+    def due(self, at: float) -> None:
+        """A batch was submitted, or claimed, that has until then to make progress."""
+        self._due_at = min(self._due_at, at)
+
     def overdue(self, now: float, excused: Callable[[Batch], bool] = lambda batch: False) -> tuple[Batch, str] | None:
         """The oldest batch without progress for longer than its deadline, and the cause; an excused one has none.
 
         Batches are worked on in order, so a later one is not late while an earlier one makes progress.
         """
-        progress_at = float("-inf")
+        if now < self._due_at:
+            return None
+        due_at, progress_at = float("inf"), float("-inf")
         for batch in self._tracker.batches():
-            progress_at = max(progress_at, batch.progress_at)
+            progress_at = max(progress_at, self._tracker.progress_at(batch))
+            due_at = min(due_at, progress_at + batch.deadline_s)
             waited_s = now - progress_at
             if waited_s > batch.deadline_s and not excused(batch):
                 missing = "; ".join(self._missing(batch)) or "nothing that the manager knows of"
@@ -77,6 +96,7 @@ class Waiting:
                     f"batch {batch.name} made no progress for {waited_s:.1f} s "
                     f"(deadline_s = {batch.deadline_s:g}): {missing}"
                 )
+        self._due_at = due_at
         return None
 
     def need(self, batch: Batch) -> str:

@@ -292,7 +292,7 @@ class Windows:
         alone = not any(self._remote()) and not self._leaving_have_all(step)
         if step.trained or self._generated(step):
             # The trainer is about to want the devices again, unless it has trained on everything.
-            evaluating = any(batch.waiting for batch in self._tracker.batches() if batch.name != step.batch)
+            evaluating = any(batch.name != step.batch for batch in self._tracker.waiting())
             return "the step is generated, and an evaluation is not" if evaluating and (step.trained or alone) else ""
         if alone:
             return "no remote instance is left" if step.submitted else "no remote instance"

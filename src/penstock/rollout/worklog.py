@@ -96,9 +96,7 @@ class WorkLog:
             del self._lengths[next(iter(self._lengths))]
 
     def batch_ended(self, batch: Batch) -> None:
-        """All of its samples are accounted for."""
-        if is_turn(batch.name):
-            return
+        """All of its samples are accounted for; not told of a further turn."""
         for instance in list(self._instances):
             self._tell(instance)
         groups = self._lengths.pop(batch.name, {})
