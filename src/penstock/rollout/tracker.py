@@ -123,9 +123,10 @@ class Tracker:
         self.strikes_needed = max_strikes
         """More than `max_strikes` while machines die by themselves, so that chance is not taken for guilt."""
         self._batches: dict[str, Batch] = {}
-        self._may_wait: list[Batch] = []
-        """Every batch with samples that wait, and some without: with thousands of conversations there are as many open
-        batches, of which hardly any waits."""
+        self._by_age: dict[int, Batch] = {}
+        self._may_wait: list[int] = []
+        """Ages of every batch with samples that wait, and of some without, be they gone: with thousands of
+        conversations there are as many open batches, of which hardly any waits."""
         self._may_wait_sorted = True
         self._prune_at = LISTED
         self.newest_age = 0
@@ -171,20 +172,21 @@ class Tracker:
     def waiting(self) -> Iterator[Batch]:
         """Those of the open batches that have samples waiting, oldest first."""
         if not self._may_wait_sorted:
-            self._may_wait = sorted(self._may_wait, key=lambda batch: batch.age)
-            self._may_wait_sorted = True
+            self._may_wait, self._may_wait_sorted = sorted(self._may_wait), True
         if len(self._may_wait) >= self._prune_at:
             # Another list: somebody may be going through this one.
-            before, self._may_wait = self._may_wait, [batch for batch in self._may_wait if self._waits(batch)]
-            for batch in before:
-                batch.listed = False
-            for batch in self._may_wait:
-                batch.listed = True
+            before, self._may_wait = self._may_wait, []
+            for age in before:
+                if (batch := self._by_age.get(age)) is not None:
+                    batch.listed = batch.waiting > 0
+                    if batch.listed:
+                        self._may_wait.append(age)
             self._prune_at = 2 * len(self._may_wait) + LISTED
-        rows = self._may_wait
-        for index in range(len(rows)):
-            if self._waits(rows[index]):
-                yield rows[index]
+        ages = self._may_wait
+        for index in range(len(ages)):
+            found = self._by_age.get(ages[index])
+            if found is not None and found.waiting:
+                yield found
 
     def progress_at(self, batch: Batch) -> float:
         """When an open batch, or one before it that it had to wait for, got a token or ended a sample last."""
@@ -201,6 +203,7 @@ class Tracker:
         What it made of progress counts for the batches behind it, which had to wait for it.
         """
         removed = self._batches.pop(name)
+        del self._by_age[removed.age]
         if (talk := conversation_of(name)) is not None:
             self.open_turns[talk.batch] -= 1
             if not self.open_turns[talk.batch]:
@@ -227,16 +230,12 @@ class Tracker:
         kept = [row for row in self._handed_down if row[0] < submitted_at or row[1] > progress_at]
         self._handed_down = sorted([*kept, (submitted_at, progress_at)])
 
-    def _waits(self, batch: Batch) -> bool:
-        return batch.waiting > 0 and self._batches.get(batch.name) is batch
-
     def _list(self, batch: Batch) -> None:
         """Samples of it wait, or did a moment ago."""
         if not batch.listed:
             batch.listed = True
-            if self._may_wait and self._may_wait[-1].age > batch.age:
-                self._may_wait_sorted = False
-            self._may_wait.append(batch)
+            self._may_wait_sorted &= not self._may_wait or self._may_wait[-1] < batch.age
+            self._may_wait.append(batch.age)
 
     def begin_epoch(self, epoch: int) -> None:
         """Leases are of `epoch` from now on; to be called before the first is given."""
@@ -246,8 +245,8 @@ class Tracker:
         """An open batch: a new one, of a manager that is no more, or ended and wanted again; nothing is placed."""
         self._batches[batch.name] = batch
         self.newest_age += 1
-        batch.age = self.newest_age
-        self._may_wait_sorted &= not batch.listed
+        batch.age, batch.listed = self.newest_age, False
+        self._by_age[batch.age] = batch
         self._list(batch)
         if (talk := conversation_of(batch.name)) is not None:
             self.open_turns[talk.batch] += 1
