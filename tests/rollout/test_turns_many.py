@@ -273,3 +273,12 @@ def test_deadlines_hold_although_they_are_not_looked_at_each_tick(ahead: bool) -
         assert passed < 10
     assert list(world.failed) == ["second"]
     assert 4.0 <= passed <= 6.5
+
+
+def test_a_turn_that_nobody_has_the_context_for_does_not_end_the_run_at_the_next_one() -> None:
+    world, _, engines = talking(conversations=6, places=4)
+    world.trainer(submit(turn_batch(SampleId("other", 0, 0), 1), prompts=[(1, 2)], max_new_tokens=5000))
+    world.pass_time(0.1)
+    for sample in _played_until_some_end(world, engines[0]):
+        next_turn(world, sample, 1)
+    assert world.manager.tracker.queued == 1

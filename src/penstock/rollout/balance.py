@@ -217,7 +217,7 @@ class ShortestQueue:
         if queue.coming:
             held, weights = self._all_with_coming
             room = min(room, _share((held + queue.fresh) / weights, self.weight(load), self.handicap(load)))
-        return moved + max(0, min(queue.fresh, room - load.samples - moved))
+        return math.ceil(moved + max(0, min(queue.fresh, room - load.samples - moved)))
 
     def order(self, output_tokens: Sequence[int], prompts: Sequence[int]) -> list[int]:
         return list(range(len(output_tokens)))
@@ -264,7 +264,7 @@ class ShortestQueue:
         return self._takes_turn(loads[index], *self._all_held)
 
     def _takes_turn(self, load: InstanceLoad, held: float, weights: float) -> bool:
-        if load.pending or load.samples >= min(load.max_running, self.room(load)):
+        if weights <= 0 or load.pending or load.samples >= min(load.max_running, self.room(load)):
             return False
         share = (1 + held) * self.weight(load) / weights
         return load.samples + 1 <= share + max(1.0, NEAR * load.max_running)

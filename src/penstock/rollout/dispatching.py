@@ -179,7 +179,9 @@ class Dispatching:
             self._place(batch, loads[pick].instance, rows)
         if batch.waiting:
             self._left[batch.name] = coming
-        self._looked_at = batch.version, self._out.now
+        if loads:
+            # Of none nothing is known that would hold for another turn.
+            self._looked_at = batch.version, self._out.now
         if coming:
             self._kept_for = batch.version
 
