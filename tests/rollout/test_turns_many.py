@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from rollout_helpers import SimulatedAgent, World, length_of, submit
 
-from penstock.rollout import tracker as tracker_module
+from penstock.rollout import open_batches
 from penstock.rollout.balance import InstanceLoad, Queue
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.batch import Batch
@@ -25,8 +25,8 @@ class ManyBatches(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before = tracker_module.LISTED
-        tracker_module.LISTED = 2
+        self.before = open_batches.LISTED, open_batches.HANDED
+        open_batches.LISTED = open_batches.HANDED = 2
         self.tracker = Tracker()
         self.now = 0.0
         self.number = 0
@@ -35,7 +35,7 @@ class ManyBatches(RuleBasedStateMachine):
         self.removed: list[Batch] = []
 
     def teardown(self) -> None:
-        tracker_module.LISTED = self.before
+        open_batches.LISTED, open_batches.HANDED = self.before
 
     @rule(samples=st.integers(1, 3), later=st.booleans())
     def add(self, samples: int, later: bool) -> None:
@@ -117,6 +117,41 @@ class ManyBatches(RuleBasedStateMachine):
 
 ManyBatches.TestCase.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
 TestManyBatches = ManyBatches.TestCase
+
+
+def batch_of(name: str, now: float) -> Batch:
+    return Batch.parse(submit(name), now, 1 << 20)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_progress_of_several_that_went_counts_for_those_behind_each(order: tuple[int, ...]) -> None:
+    held = open_batches.OpenBatches()
+    every = [batch_of(f"b-{k}", float(k)) for k in range(6)]
+    for batch in every:
+        held.add(batch)
+    for at, progress_at in ((1, 30.0), (3, 20.0), (5, 40.0)):
+        every[at].progress_at = progress_at
+    for k in order:
+        held.remove(f"b-{(1, 3, 5)[k]}")
+    assert [held.progress_at(batch) for batch in held] == [0.0, 30.0, 30.0]
+
+
+def test_what_is_kept_of_batches_that_went_does_not_grow_while_others_overlap() -> None:
+    held = open_batches.OpenBatches()
+    held.add(batch_of("talk", 0.0))
+    for k in range(3000):
+        held.add(batch_of(f"b-{k}", 1.0 + k))
+        if k >= 100:
+            went = held.get(f"b-{k - 100}")
+            assert went is not None
+            went.progress_at = 2.0 + k
+            held.remove(went.name)
+        assert len(held._handed) <= open_batches.HANDED + len(held)
+    for batch in held:
+        batch.next_fresh = batch.samples
+    assert list(held.waiting()) == []
+    assert list(held.waiting()) == []
+    assert len(held._may_wait) <= open_batches.LISTED, "nobody waits, and few are looked at"
 
 
 # ---- conversations on the manager

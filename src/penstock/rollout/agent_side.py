@@ -254,17 +254,12 @@ class AgentSide:
     def _strangers(self) -> list[tuple[Instance, str]]:
         """Instances whose engine can't be of the model that open batches are for, once each."""
         found = []
-        new, self._looked_at = _topmost(self._tracker.since(self._looked_at)), self._tracker.newest_age
-        every: dict[int, int] | None = None
-        before, self._known = self._known, set()
-        for instance in self._fleet:
-            if instance.state is not State.READY:
-                continue
-            known = instance.id, instance.version, instance.vocab_size
-            self._known.add(known)
-            if known not in before and every is None:
-                every = _topmost(self._tracker.batches())
-            tops = new if known in before or every is None else every
+        ready = [instance for instance in self._fleet if instance.state is State.READY]
+        known = {(instance.id, instance.version, instance.vocab_size) for instance in ready}
+        # Who was looked at before knows all but what is new.
+        tops = _topmost(self._tracker.since(self._looked_at) if known <= self._known else self._tracker.batches())
+        self._known, self._looked_at = known, self._tracker.newest_age
+        for instance in ready:
             if not instance.knows(tops.get(instance.version, -1)):
                 mine = (batch for batch in self._tracker.batches() if instance.holds(batch.version))
                 batch = next(batch for batch in mine if not instance.knows(batch.top_token))

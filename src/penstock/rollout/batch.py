@@ -160,7 +160,7 @@ class Batch:
     age: int = 0
     """The larger, the later it was taken up."""
     listed: bool = False
-    """The tracker looks at it for samples that wait."""
+    """It is looked at for samples that wait (`OpenBatches`)."""
     placed: int = 0
     finished: int = 0
     failed: int = 0

@@ -48,6 +48,7 @@ from dataclasses import dataclass, field
 
 from penstock.errors import RolloutError
 from penstock.rollout.batch import Batch, TrackedSample
+from penstock.rollout.open_batches import OpenBatches
 from penstock.rollout.rows import bad_rows, checked_columns, row_fault
 from penstock.sample import Finish, conversation_of
 from penstock.wire import MAX_FRAME_BYTES, SubmitBatch, TokenFrame
@@ -56,8 +57,6 @@ __all__ = ["EPOCH_SHIFT", "Applied", "Claimed", "Evicted", "Tracker"]
 
 MAX_ABORTS = 16
 LOSSES_A_STRIKE = 4
-LISTED = 64
-"""Batches that may be looked at in vain for samples that wait, beside those with some."""
 STRIKES_KNOWN = 256
 """Instances whose strikes can still be taken back; those of earlier ones stay."""
 EPOCH_SHIFT = 40
@@ -122,17 +121,7 @@ class Tracker:
         self._max_strikes = max_strikes
         self.strikes_needed = max_strikes
         """More than `max_strikes` while machines die by themselves, so that chance is not taken for guilt."""
-        self._batches: dict[str, Batch] = {}
-        self._by_age: dict[int, Batch] = {}
-        self._may_wait: list[int] = []
-        """Ages of every batch with samples that wait, and of some without, be they gone: with thousands of
-        conversations there are as many open batches, of which hardly any waits."""
-        self._may_wait_sorted = True
-        self._prune_at = LISTED
-        self.newest_age = 0
-        """Of the batch that was taken up last."""
-        self._handed_down: list[tuple[float, float]] = []
-        """(submitted, progress) of removed batches, the least of what counts for the batches behind them, by time."""
+        self._open = OpenBatches()
         self._placed: dict[str, dict[int, TrackedSample]] = {}
         self._trials: dict[str, TrackedSample] = {}
         """The suspect of each instance that has one."""
@@ -149,93 +138,50 @@ class Tracker:
 
     def add_batch(self, frame: SubmitBatch, now: float, max_frame_bytes: int = MAX_FRAME_BYTES) -> Batch:
         """Raises RolloutError for a name in use, WireError where the frame's columns make no sense."""
-        if frame.batch in self._batches:
+        if frame.batch in self._open:
             raise RolloutError(f"batch {frame.batch!r} is already open; give each batch a name of its own")
         batch = Batch.parse(frame, now, max_frame_bytes)
         self.take_up(batch)
         return batch
 
     def batch(self, name: str) -> Batch | None:
-        return self._batches.get(name)
+        return self._open.get(name)
 
     def batches(self) -> Iterator[Batch]:
         """Open batches, oldest first."""
-        return iter(self._batches.values())
-
-    def since(self, age: int) -> Iterator[Batch]:
-        """Open batches that were taken up after one of such an age, newest first."""
-        for batch in reversed(self._batches.values()):
-            if batch.age <= age:
-                return
-            yield batch
+        return iter(self._open)
 
     def waiting(self) -> Iterator[Batch]:
         """Those of the open batches that have samples waiting, oldest first."""
-        if not self._may_wait_sorted:
-            self._may_wait, self._may_wait_sorted = sorted(self._may_wait), True
-        if len(self._may_wait) >= self._prune_at:
-            # Another list: somebody may be going through this one.
-            before, self._may_wait = self._may_wait, []
-            for age in before:
-                if (batch := self._by_age.get(age)) is not None:
-                    batch.listed = batch.waiting > 0
-                    if batch.listed:
-                        self._may_wait.append(age)
-            self._prune_at = 2 * len(self._may_wait) + LISTED
-        ages = self._may_wait
-        for index in range(len(ages)):
-            found = self._by_age.get(ages[index])
-            if found is not None and found.waiting:
-                yield found
+        return self._open.waiting()
+
+    def since(self, age: int) -> Iterator[Batch]:
+        """Open batches that were taken up after one of such an age, newest first."""
+        return self._open.since(age)
+
+    @property
+    def newest_age(self) -> int:
+        """Of the batch that was taken up last."""
+        return self._open.newest_age
 
     def progress_at(self, batch: Batch) -> float:
         """When an open batch, or one before it that it had to wait for, got a token or ended a sample last."""
-        found = batch.progress_at
-        for submitted_at, progress_at in self._handed_down:
-            if submitted_at > batch.submitted_at:
-                break
-            found = max(found, progress_at)
-        return found
+        return self._open.progress_at(batch)
 
     def remove_batch(self, name: str) -> dict[str, list[int]]:
-        """Forgets a batch with all its samples. Returns the leases that were in force, by instance.
-
-        What it made of progress counts for the batches behind it, which had to wait for it.
-        """
-        removed = self._batches.pop(name)
-        del self._by_age[removed.age]
+        """Forgets a batch with all its samples. Returns the leases that were in force, by instance."""
+        removed = self._open.remove(name)
         if (talk := conversation_of(name)) is not None:
             self.open_turns[talk.batch] -= 1
             if not self.open_turns[talk.batch]:
                 del self.open_turns[talk.batch]
-        self._hand_down(removed.submitted_at, removed.progress_at)
         stopped: dict[str, list[int]] = {}
-        for instance, placed in self._placed.items() if removed.placed else ():
-            leases = [lease for lease, sample in placed.items() if sample.batch.name == name]
-            for lease in leases:
-                del placed[lease]
-            if leases:
-                stopped[instance] = leases
+        for sample in list(self._placed_of(removed)):
+            del self._placed[sample.instance][sample.lease]
+            stopped.setdefault(sample.instance, []).append(sample.lease)
         for struck in self._strikes_of.values():
             struck[:] = [sample for sample in struck if sample.batch is not removed]
         return stopped
-
-    def _hand_down(self, submitted_at: float, progress_at: float) -> None:
-        """Keeps those alone that say more than an earlier one does."""
-        if not self._batches:
-            self._handed_down.clear()
-            return
-        if any(at <= submitted_at and progress >= progress_at for at, progress in self._handed_down):
-            return
-        kept = [row for row in self._handed_down if row[0] < submitted_at or row[1] > progress_at]
-        self._handed_down = sorted([*kept, (submitted_at, progress_at)])
-
-    def _list(self, batch: Batch) -> None:
-        """Samples of it wait, or did a moment ago."""
-        if not batch.listed:
-            batch.listed = True
-            self._may_wait_sorted &= not self._may_wait or self._may_wait[-1] < batch.age
-            self._may_wait.append(batch.age)
 
     def begin_epoch(self, epoch: int) -> None:
         """Leases are of `epoch` from now on; to be called before the first is given."""
@@ -243,20 +189,13 @@ class Tracker:
 
     def take_up(self, batch: Batch) -> None:
         """An open batch: a new one, of a manager that is no more, or ended and wanted again; nothing is placed."""
-        self._batches[batch.name] = batch
-        self.newest_age += 1
-        batch.age, batch.listed = self.newest_age, False
-        self._by_age[batch.age] = batch
-        self._list(batch)
+        self._open.add(batch)
         if (talk := conversation_of(batch.name)) is not None:
             self.open_turns[talk.batch] += 1
 
     def unfinished_of(self, batch: Batch) -> Iterator[TrackedSample]:
         """Samples of a batch that were placed at some time and have not ended."""
-        for placed in self._placed.values():
-            for sample in placed.values():
-                if sample.batch is batch:
-                    yield sample
+        yield from self._placed_of(batch)
         yield from batch.moved
         yield from batch.suspects
         yield from batch.elsewhere.values()
@@ -271,7 +210,7 @@ class Tracker:
             sample = batch.elsewhere.pop(index)
             batch.finished -= 1
             (batch.suspects if sample.strikes else batch.moved).append(sample)
-            self._list(batch)
+            self._open.may_wait(batch)
         beyond = {index for index in taken if index not in batch.held and index not in batch.elsewhere}
         if beyond:
             self._settle(batch, beyond, claimed)
@@ -279,13 +218,12 @@ class Tracker:
         return claimed
 
     def _settle(self, batch: Batch, beyond: set[int], claimed: Claimed) -> None:
-        for instance, placed in self._placed.items():
-            for sample in [s for s in placed.values() if s.batch is batch and s.index in beyond]:
-                del placed[sample.lease]
-                claimed.stop.setdefault(instance, []).append(sample.lease)
-                sample.lease, sample.instance = 0, ""
-                batch.placed -= 1
-                batch.elsewhere[sample.index] = sample
+        for sample in [sample for sample in self._placed_of(batch) if sample.index in beyond]:
+            del self._placed[sample.instance][sample.lease]
+            claimed.stop.setdefault(sample.instance, []).append(sample.lease)
+            sample.lease, sample.instance = 0, ""
+            batch.placed -= 1
+            batch.elsewhere[sample.index] = sample
         for waiting in (batch.moved, batch.suspects):
             for sample in [s for s in waiting if s.index in beyond]:
                 waiting.remove(sample)
@@ -351,7 +289,7 @@ class Tracker:
             sample.batch.placed -= 1
             sample.lease, sample.instance = 0, ""
             sample.batch.moved.append(sample)
-            self._list(sample.batch)
+            self._open.may_wait(sample.batch)
         return sample
 
     def leases_of(self, instance: str) -> int:
@@ -459,12 +397,7 @@ class Tracker:
 
     def state_counts(self, batch: Batch) -> dict[str, int]:
         """Samples of an open batch by state. Walks the placed samples: for people, not for every frame."""
-        running = sum(
-            sample.length > sample.placed_length
-            for placed in (self._placed.values() if batch.placed else ())
-            for sample in placed.values()
-            if sample.batch is batch
-        )
+        running = sum(sample.length > sample.placed_length for sample in self._placed_of(batch))
         return {
             "queued": batch.fresh,
             "placed": batch.placed - running,
@@ -477,14 +410,21 @@ class Tracker:
     @property
     def queued(self) -> int:
         """Samples of all open batches that wait for an instance."""
-        return sum(batch.waiting for batch in self._batches.values())
+        return sum(batch.waiting for batch in self._open)
 
     @property
     def placed(self) -> int:
         """Samples of all open batches that are with an instance."""
-        return sum(batch.placed for batch in self._batches.values())
+        return sum(batch.placed for batch in self._open)
 
     # ---- within
+
+    def _placed_of(self, batch: Batch) -> Iterator[TrackedSample]:
+        """Those of its samples that are with an instance. Walks all that are, if any of its own is."""
+        for placed in self._placed.values() if batch.placed else ():
+            for sample in placed.values():
+                if sample.batch is batch:
+                    yield sample
 
     def _let_go(self, source: str, lease: int) -> TrackedSample | None:
         placed = self._placed.get(source, {})
@@ -555,7 +495,7 @@ class Tracker:
         sample.lease = 0
         sample.instance = ""
         (sample.batch.suspects if sample.strikes else sample.batch.moved).appendleft(sample)
-        self._list(sample.batch)
+        self._open.may_wait(sample.batch)
         return True
 
     def _strike(self, sample: TrackedSample) -> None:
