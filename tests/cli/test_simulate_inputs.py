@@ -125,4 +125,5 @@ def test_machines_on_demand_are_paid_as_such_and_others_as_spot(seen: Seen, caps
     prices = shipped("qwen3-8b").prices
     assert prices.on_demand > prices.spot
     for row, run, price in zip(rows, seen.runs, (prices.on_demand, prices.spot), strict=True):
-        assert row["dollars"] == pytest.approx(run.outcome.dollars(prices.reserved, price))
+        paid_h = sum(step.paid_h for step in run.outcome.steps)
+        assert row["dollars"] == pytest.approx(prices.reserved * run.outcome.wall_s / 3600 + price * paid_h)

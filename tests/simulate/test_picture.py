@@ -29,7 +29,6 @@ from penstock.simulate.picture import (
     shown_lanes,
     style_of,
 )
-from penstock.simulate.profiles import Prices, Profile
 from penstock.simulate.report import in_words
 from penstock.simulate.strategy import FixedSize, Strategy
 from penstock.simulate.traces import Change, Trace, from_counts, static_trace
@@ -99,7 +98,7 @@ def test_the_rest_of_many_lanes_is_counted_on_the_picture(tmp_path: Path) -> Non
     outcome = simulate(profile, trace, Strategy("x", ShortestQueue(8), None, FixedSize(40)), steps=1)
     working = sum(lane.idleness == 0 for lane in lanes_of(outcome, outcome.steps[0]))
     assert working > MOST_LANES
-    draw_run(tmp_path / "run.svg", [outcome], profile, trace)
+    draw_run(tmp_path / "run.svg", [outcome], trace)
     text = words_of(tmp_path / "run.svg")
     assert f"+{42 - (MOST_LANES - 1)} more" in text
     assert f"{working - (MOST_LANES - 1)} of them generated" in text
@@ -108,7 +107,7 @@ def test_the_rest_of_many_lanes_is_counted_on_the_picture(tmp_path: Path) -> Non
 def test_the_legend_says_what_bars_and_lines_are(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     outcome, trace = coming_and_going()
-    draw_run(tmp_path / "run.svg", [outcome], small_profile(), trace, step=0)
+    draw_run(tmp_path / "run.svg", [outcome], trace, step=0)
     text = words_of(tmp_path / "run.svg")
     for words in (
         "boots",
@@ -132,7 +131,7 @@ def test_a_strategy_looks_the_same_whatever_it_is_compared_with_and_like_no_othe
         assert style_of(name, names)[0] not in (BLUE, GREEN, ORANGE, PALE)
 
 
-Drawn = Callable[[Sequence[Outcome], Profile, Trace, int | None], list[Any]]
+Drawn = Callable[[Sequence[Outcome], Trace, int | None], list[Any]]
 
 
 @pytest.fixture
@@ -143,8 +142,8 @@ def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Drawn:
     save = figure.Figure.savefig
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
 
-    def panels(outcomes: Sequence[Outcome], profile: Profile, trace: Trace, step: int | None = None) -> list[Any]:
-        draw_run(tmp_path / "run.png", outcomes, profile, trace, step)
+    def panels(outcomes: Sequence[Outcome], trace: Trace, step: int | None = None) -> list[Any]:
+        draw_run(tmp_path / "run.png", outcomes, trace, step)
         return list(figures[-1].axes)
 
     return panels
@@ -154,7 +153,7 @@ def test_lines_stay_below_the_top_of_their_panel(drawn: Drawn) -> None:
     profile = small_profile()
     trace = static_trace(2, 1e9)
     outcome = simulate(profile, trace, make_strategy("rlboost", profile, machines=2), steps=2)
-    for axes in drawn([outcome], profile, trace, None)[1:]:
+    for axes in drawn([outcome], trace, None)[1:]:
         top = max(max(line.get_ydata()) for line in axes.lines)
         assert axes.get_ylim()[1] > 1.05 * top
 
@@ -175,7 +174,7 @@ def test_a_lane_s_bars_are_what_its_machine_did_in_seconds_of_the_step(drawn: Dr
     profile, trace = small_profile(), static_trace(2, 1e9)
     outcome = simulate(profile, trace, make_strategy("rlboost", profile, machines=2), steps=3)
     step = outcome.steps[1]
-    axes = drawn([outcome], profile, trace, 1)[0]
+    axes = drawn([outcome], trace, 1)[0]
     kinds = {"remote instance generates": (True, BLUE), "reserved engine generates": (False, GREEN)}
     for label, (remote, colour) in kinds.items():
         lanes = [lane for lane in lanes_of(outcome, step) if lane.remote is remote]
@@ -195,21 +194,20 @@ def test_a_lane_s_bars_are_what_its_machine_did_in_seconds_of_the_step(drawn: Dr
     assert len({f"{value:.0f}" for value in (times.step_s, times.window_s, times.train_s)}) == 3
 
 
-def test_lines_over_the_trace_are_by_step_in_minutes_at_each_strategy_s_prices(drawn: Drawn) -> None:
-    profile = small_profile(prices=Prices(reserved=36.0, spot=3.0, on_demand=10.0))
-
-    def outcome(name: str, fleet: float) -> Outcome:
+def test_lines_over_the_trace_are_by_step_in_minutes_at_each_strategy_s_cost(drawn: Drawn) -> None:
+    def outcome(name: str, fleet: float, dollars: float) -> Outcome:
         walls, made = (120.0, 240.0), Outcome(name, "small", end_s=420.0)
         for number, wall_s in enumerate(walls):
             times = StepTimes(fleet + number, wall_s, 0.0, wall_s / 2, 0.0, 0.0)
             began_s = sum(walls[:number])
-            made.steps.append(StepOutcome(number, began_s, times, 2_400_000, 0.5, 0, lambda: 1.0))
+            spent = dollars * (1 + number)
+            made.steps.append(StepOutcome(number, began_s, times, 2_400_000, 0.5, spent, 0, lambda: 1.0))
             made.stays.append(())
         made.asked = [Asked(4, "why"), Asked(6, "why"), Asked(9, "why")]
         return made
 
     trace = from_counts([(0.0, 5), (60.0, 2), (1e4, 9)], 2e4)
-    _, fleet, speed, money = drawn([outcome("disaggregated", 1.0), outcome("rlboost", 2.0)], profile, trace, None)
+    _, fleet, speed, money = drawn([outcome("disaggregated", 1.0, 6.0), outcome("rlboost", 2.0, 2.7)], trace, None)
     lines = [{line.get_label(): line for line in axes.lines} for axes in (fleet, speed, money)]
     for line in (line for panel in lines for line in panel.values()):
         assert list(line.get_xdata()) == [0.0, 2.0, 6.0]
@@ -222,8 +220,8 @@ def test_lines_over_the_trace_are_by_step_in_minutes_at_each_strategy_s_prices(d
         },
         {name: [20.0, 10.0, 10.0] for name in ("disaggregated", "rlboost")},
         {
-            "disaggregated": pytest.approx([(1.2 + 5.0) / 2.4, (2.4 + 5.0) / 2.4, (2.4 + 5.0) / 2.4]),
-            "rlboost": pytest.approx([(1.2 + 1.5) / 2.4, (2.4 + 1.5) / 2.4, (2.4 + 1.5) / 2.4]),
+            "disaggregated": pytest.approx([2.5, 5.0, 5.0]),
+            "rlboost": pytest.approx([1.125, 2.25, 2.25]),
         },
     ]
     (available,) = fleet.collections
@@ -241,9 +239,9 @@ def test_the_axis_over_the_trace_has_a_unit_that_suits_its_length(
     made = Outcome("rlboost", "small", end_s=2 * step_s, asked=[Asked(1, "why")] * 3)
     for number in range(2):
         times = StepTimes(1.0, step_s, 0.0, step_s / 2, 0.0, 0.0)
-        made.steps.append(StepOutcome(number, number * step_s, times, 1000, 0.5, 0, lambda: 1.0))
+        made.steps.append(StepOutcome(number, number * step_s, times, 1000, 0.5, 6.0, 0, lambda: 1.0))
         made.stays.append(())
-    lanes, fleet, _, money = drawn([made], small_profile(), static_trace(1, 1e9), None)
+    lanes, fleet, _, money = drawn([made], static_trace(1, 1e9), None)
     assert money.get_xlabel() == unit
     for axes in (fleet, money):
         assert axes.lines[0].get_xdata()[-1] == pytest.approx(end)
@@ -266,7 +264,7 @@ def test_a_picture_that_can_t_be_written_to_its_end_leaves_the_older_one_and_no_
     there.write_bytes(b"an older picture")
     for path in (there, tmp_path / "fresh.png"):
         with pytest.raises(StorageError, match=rf"{path.name} can't be written: No space left on device"):
-            draw_run(path, [outcome], small_profile(), trace)
+            draw_run(path, [outcome], trace)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"there.png": b"an older picture"}
 
 

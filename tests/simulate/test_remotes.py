@@ -11,7 +11,7 @@ from penstock.rollout.balance import ShortestQueue
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.offload import Predictor, StepTimes
 from penstock.simulate.outcome import Outcome
-from penstock.simulate.profiles import Profile
+from penstock.simulate.profiles import Prices, Profile
 from penstock.simulate.strategy import FixedSize, SizePolicy, Strategy
 from penstock.simulate.traces import Change, Trace, static_trace
 from penstock.simulate.world import simulate
@@ -120,6 +120,28 @@ def test_a_slow_machine_is_given_back_before_younger_ones_once_it_is_known_as_sl
     strategy = Strategy("own", Balanced(8), None, sizes)
     stays = simulate(profile, trace, strategy, steps=5).stays
     assert [stay.node for stay in stays[-1] if stay.left_at is None] == ["fast:0", "fast:2"]
+
+
+def test_each_machine_costs_what_its_kind_does_and_the_dearest_for_what_they_do_go_first() -> None:
+    prices = Prices(reserved=36.0, spot=9.0, on_demand=20.0, kinds={"slow": 4.0})
+    profile = small_profile(kinds={"slow": MACHINE.slower_by(1.5)}, prices=prices)
+    trace = static_trace(["slow:0", "fast:1", "slow:2"], 1e9)
+    outcome = simulate(profile, trace, Strategy("own", Balanced(8), None, Sizes([3, 3, 3, 3, 2])), steps=5)
+    first, *_, last = outcome.steps
+    assert first.dollars == pytest.approx((36.0 + 4.0 + 9.0 + 4.0) * first.times.step_s / 3600)
+    assert [stay.node for stay in outcome.stays[-1] if stay.left_at is None] == ["slow:0", "slow:2"]
+    assert last.dollars == pytest.approx((36.0 + 4.0 + 4.0) * last.times.step_s / 3600)
+    assert outcome.dollars == sum(step.dollars for step in outcome.steps)
+    kept = Strategy("own", Balanced(8), None, FixedSize(3), spot=False)
+    (step,) = simulate(profile, trace, kept, steps=1).steps
+    assert step.dollars == pytest.approx((36.0 + 3 * 20.0) * step.times.step_s / 3600)
+
+
+def test_a_price_of_a_kind_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"prices\.kinds has a price of slwo, and kinds no such machine"):
+        small_profile(
+            kinds={"slow": MACHINE}, prices=Prices(reserved=36.0, spot=9.0, on_demand=20.0, kinds={"slwo": 4.0})
+        )
 
 
 def test_policies_are_told_who_is_given_back_and_who_is_taken_away() -> None:

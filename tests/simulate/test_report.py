@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from simulated import small_profile
 
 from penstock.rollout.offload import StepTimes
 from penstock.simulate.outcome import Asked, Outcome, StepOutcome
-from penstock.simulate.profiles import Prices
 from penstock.simulate.report import Row, as_json, in_words, row_of, table
 
-PROFILE = small_profile(prices=Prices(reserved=36.0, spot=3.0, on_demand=10.0))
 
-
-def step(number: int, began_s: float, times: StepTimes, paid_h: float, moves: int, bound_s: float) -> StepOutcome:
+def step(
+    number: int, began_s: float, times: StepTimes, paid_h: float, moves: int, bound_s: float, price: float = 3.0
+) -> StepOutcome:
     causes = ((began_s, "planned"), (began_s + 1.0, "late"))
     waited_s, ready_s = times.fleet * times.remote_wait_s, times.fleet * times.step_s
     return StepOutcome(
@@ -24,6 +22,7 @@ def step(number: int, began_s: float, times: StepTimes, paid_h: float, moves: in
         times,
         1_000_000,
         paid_h,
+        36.0 * times.step_s / 3600 + price * paid_h,
         moves,
         lambda: bound_s,
         causes,
@@ -48,11 +47,11 @@ def two_steps() -> Outcome:
 
 def one_step() -> Outcome:
     times = StepTimes(2.0, 800.0, 0.0, 60.0, 400.0, 8.0)
-    return Outcome("disaggregated", "small", [step(0, 0.0, times, 0.4, 0, 800.0)], [Asked(2, "fixed")] * 2)
+    return Outcome("disaggregated", "small", [step(0, 0.0, times, 0.4, 0, 800.0, price=10.0)], [Asked(2, "fixed")] * 2)
 
 
 def test_a_row_adds_up_its_steps_by_their_length() -> None:
-    row = row_of(two_steps(), PROFILE, "here")
+    row = row_of(two_steps(), "here")
     dollars = 36.0 * 400 / 3600 + 3.0 * 2.0
     assert dataclasses.asdict(row) == {
         "setting": "here",
@@ -75,11 +74,6 @@ def test_a_row_adds_up_its_steps_by_their_length() -> None:
     }
 
 
-def test_machines_on_demand_cost_their_own_price() -> None:
-    spot, on_demand = (row_of(one_step(), PROFILE, "here", spot=spot).dollars for spot in (True, False))
-    assert (spot, on_demand) == pytest.approx((8.0 + 0.4 * 3.0, 8.0 + 0.4 * 10.0))
-
-
 def cells(rows: list[Row]) -> list[dict[str, str]]:
     """A table's lines, by head; heads and cells are two blanks apart."""
     head, *lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in table(rows).splitlines()]
@@ -87,9 +81,9 @@ def cells(rows: list[Row]) -> list[dict[str, str]]:
 
 
 def test_each_cell_has_its_figure_and_ratios_go_by_the_first_of_the_setting() -> None:
-    base = row_of(one_step(), PROFILE, "a", spot=False, tuned="2 on demand")
-    ours = row_of(two_steps(), PROFILE, "a")
-    elsewhere = row_of(two_steps(), PROFILE, "b")
+    base = row_of(one_step(), "a", tuned="2 on demand")
+    ours = row_of(two_steps(), "a")
+    elsewhere = row_of(two_steps(), "b")
     first, second, third = cells([base, ours, elsewhere])
     assert first == {
         "setting": "a",
@@ -129,7 +123,7 @@ def test_each_cell_has_its_figure_and_ratios_go_by_the_first_of_the_setting() ->
 
 def test_json_has_each_step_with_what_stood_in_it() -> None:
     outcome = two_steps()
-    (run,) = as_json([row_of(outcome, PROFILE, "here")], [outcome], 7)["runs"]
+    (run,) = as_json([row_of(outcome, "here")], [outcome], 7)["runs"]
     assert (run["setting"], run["strategy"], run["profile"], run["seed"]) == ("here", "penstock", "small", 7)
     assert run["steps"][1] == {
         "step": 1,
@@ -154,7 +148,7 @@ def test_json_has_each_step_with_what_stood_in_it() -> None:
 def test_a_run_in_which_no_step_ended_has_no_figures() -> None:
     empty = Outcome("penstock", "small", asked=[Asked(2, "first guess")])
     with pytest.raises(ValueError, match="penstock on here: no step ended"):
-        row_of(empty, PROFILE, "here")
+        row_of(empty, "here")
 
 
 @pytest.mark.parametrize(
@@ -171,11 +165,11 @@ def test_a_run_in_which_no_step_ended_has_no_figures() -> None:
 )
 def test_times_have_three_significant_digits(value: float, words: str) -> None:
     assert in_words(value) == words
-    row = dataclasses.replace(row_of(two_steps(), PROFILE, "here"), step_s=value or 1.0)
+    row = dataclasses.replace(row_of(two_steps(), "here"), step_s=value or 1.0)
     assert cells([row])[0]["step"] == (f"{words} s" if value else "1.00 s")
 
 
 @pytest.mark.parametrize(("mean", "last", "words"), [(6.04, 6, "6"), (6.06, 6, "6.1, last 6"), (6.0, 7, "6.0, last 7")])
 def test_a_last_number_is_told_where_it_is_printed_as_another(mean: float, last: int, words: str) -> None:
-    row = dataclasses.replace(row_of(two_steps(), PROFILE, "here"), mean_asked=mean, last_asked=last)
+    row = dataclasses.replace(row_of(two_steps(), "here"), mean_asked=mean, last_asked=last)
     assert cells([row])[0]["asked for"] == words

@@ -212,7 +212,6 @@ def _ablations(profile: Profile, windows: list[Trace]) -> list[Result]:
 def _everywhere(folder: Path) -> list[Result]:
     """The worst seed of every trace in the folder, each on the two hours in which most changes."""
     profile = shipped("qwen3-8b")
-    prices = (profile.prices.reserved, profile.prices.spot)
     results = []
     for path in sorted(folder.rglob("*")):
         if path.suffix not in (".csv", ".txt", ".json"):
@@ -226,7 +225,7 @@ def _everywhere(folder: Path) -> list[Result]:
             if min(len(ours.steps), len(paper.steps)) < ENOUGH_STEPS:
                 continue
             ratios[seed] = same_work([ours], [paper])
-            dollars.append(ours.tokens_per_dollar(*prices) / paper.tokens_per_dollar(*prices))
+            dollars.append(ours.tokens_per_dollar / paper.tokens_per_dollar)
             progress(f"{path.name}, seed {seed}: {ratios[seed]:.4f} x, {dollars[-1]:.3f} x the tokens per dollar")
         what = f"{path.name}: Penstock / RLBoost, throughput, 8B"
         if not ratios:
@@ -300,8 +299,7 @@ def _unequal_numbers(quick: bool) -> list[Result]:
         outcome = simulate(profile, static_trace(nodes, 1e9), strategy, steps=NUMBERED_STEPS)
         asked = [asked.wanted for asked in outcome.asked]
         changes.append(sum(one != other for one, other in itertools.pairwise(asked)))
-        per_dollar = outcome.tokens_per_dollar(profile.prices.reserved, profile.prices.spot)
-        progress(f"{profile.name}, {order}: {asked}, {per_dollar:,.0f} tokens per dollar")
+        progress(f"{profile.name}, {order}: {asked}, {outcome.tokens_per_dollar:,.0f} tokens per dollar")
     what = f"unequal fleets, any number of machines: changes of the number in {NUMBERED_STEPS} steps, at most"
     return [at_most(what, max(changes), MOST_CHANGES, "changes", note="of each: " + ", ".join(map(str, changes)))]
 
@@ -352,16 +350,14 @@ class _Total:
     ) -> _Total:
         """A run on each window."""
         runs = [_on(profile, name, window, ceiling, tuning, machines=machines) for window in windows]
-        return cls(profile, runs, spot=name != "disaggregated")
+        return cls(runs)
 
-    def __init__(self, profile: Profile, outcomes: list[Outcome], spot: bool = True) -> None:
+    def __init__(self, outcomes: list[Outcome]) -> None:
         self.outcomes = outcomes
-        prices = profile.prices
-        instance = prices.spot if spot else prices.on_demand
         tokens = self._sum(outcomes, lambda outcome: [float(step.tokens) for step in outcome.steps])
         wall_s = self._sum(outcomes, lambda outcome: [step.times.step_s for step in outcome.steps])
         self.wall_s, self.tokens_per_s = wall_s, tokens / wall_s
-        self.per_dollar = tokens / sum(outcome.dollars(prices.reserved, instance) for outcome in outcomes)
+        self.per_dollar = tokens / sum(outcome.dollars for outcome in outcomes)
         self.asked = fmean(outcome.mean_asked for outcome in outcomes)
         self.wait_share = (
             self._sum(outcomes, lambda outcome: [step.times.trainer_wait_s for step in outcome.steps]) / wall_s

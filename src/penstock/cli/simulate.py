@@ -159,7 +159,7 @@ def _show(args: argparse.Namespace, found: list[_Compared]) -> None:
     if args.picture and last is not None:
         from penstock.simulate.picture import draw_run
 
-        draw_run(args.picture, last.outcomes, last.profile, last.trace)
+        draw_run(args.picture, last.outcomes, last.trace)
 
 
 def _fit(args: argparse.Namespace) -> int:
@@ -322,7 +322,7 @@ def _compare(args: argparse.Namespace, found: _Compared, machines: int | None, s
             # With hours it was clear before.
             print(f"{_ends(trace.duration_s / 3600)}: {who} took {outcome.end_s / 3600:.2g}", file=sys.stderr)
         if outcome.steps:
-            found.rows.append(row_of(outcome, profile, setting, strategy.spot, tuned.words))
+            found.rows.append(row_of(outcome, setting, tuned.words))
             found.outcomes.append(outcome)
         else:
             why = why or (

@@ -41,6 +41,8 @@ class StepOutcome:
     """Prompts and answers."""
     paid_h: float
     """Machine-hours of remote instances."""
+    dollars: float
+    """Of all machines, while it lasted."""
     moves: int
     bound: Callable[[], float]
     causes: tuple[tuple[float, str], ...] = ()
@@ -92,11 +94,14 @@ class Outcome:
         ready_s = sum(step.remote_ready_s for step in self.steps)
         return sum(step.remote_waited_s for step in self.steps) / ready_s if ready_s > 0 else 0.0
 
-    def dollars(self, reserved_per_h: float, instance_per_h: float) -> float:
-        return reserved_per_h * self.wall_s / 3600 + instance_per_h * sum(step.paid_h for step in self.steps)
+    @property
+    def dollars(self) -> float:
+        return sum(step.dollars for step in self.steps)
 
-    def tokens_per_dollar(self, reserved_per_h: float, instance_per_h: float) -> float:
-        dollars = self.dollars(reserved_per_h, instance_per_h)
+    @property
+    def tokens_per_dollar(self) -> float:
+        """0 where nothing has a price."""
+        dollars = self.dollars
         return sum(step.tokens for step in self.steps) / dollars if dollars else 0.0
 
     @property

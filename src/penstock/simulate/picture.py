@@ -15,7 +15,6 @@ from typing import Any
 from penstock.errors import ConfigError, MissingExtra, StorageError
 from penstock.simulate.baselines import STRATEGIES
 from penstock.simulate.outcome import Outcome, StepOutcome
-from penstock.simulate.profiles import Profile
 from penstock.simulate.report import in_words
 from penstock.simulate.traces import Trace
 
@@ -136,7 +135,7 @@ def check_picture(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def draw_run(path: Path, outcomes: Sequence[Outcome], profile: Profile, trace: Trace, step: int | None = None) -> None:
+def draw_run(path: Path, outcomes: Sequence[Outcome], trace: Trace, step: int | None = None) -> None:
     """Writes a picture: the last outcome's step (by default the middle one), and all outcomes over time.
 
     Raises MissingExtra without matplotlib, StorageError where the file can't be written, ValueError without a step.
@@ -155,7 +154,7 @@ def draw_run(path: Path, outcomes: Sequence[Outcome], profile: Profile, trace: T
     _draw_step(lanes, shown, shown.steps[number])
     unit, unit_s = unit_of(max(outcome.end_s for outcome in outcomes))
     _draw_fleet(fleet, outcomes, trace, unit_s)
-    _draw_over_time(speed, money, outcomes, profile, unit_s)
+    _draw_over_time(speed, money, outcomes, unit_s)
     money.set_xlabel(unit)
     fleet.sharex(money)
     speed.sharex(money)
@@ -265,17 +264,13 @@ def _draw_fleet(axes: Any, outcomes: Sequence[Outcome], trace: Trace, unit_s: fl
     _legend_above(axes)
 
 
-def _draw_over_time(speed: Any, money: Any, outcomes: Sequence[Outcome], profile: Profile, unit_s: float) -> None:
+def _draw_over_time(speed: Any, money: Any, outcomes: Sequence[Outcome], unit_s: float) -> None:
     names = [outcome.strategy for outcome in outcomes]
     for outcome in outcomes:
         look = style_of(outcome.strategy, names)
         rates = [step.tokens / step.times.step_s / 1000 for step in outcome.steps]
         _steps(speed, outcome, rates, look, outcome.strategy, unit_s)
-        instance = profile.prices.on_demand if outcome.strategy == "disaggregated" else profile.prices.spot
-        costs = [
-            (profile.prices.reserved * step.times.step_s / 3600 + instance * step.paid_h) / (step.tokens / 1e6)
-            for step in outcome.steps
-        ]
+        costs = [step.dollars / (step.tokens / 1e6) for step in outcome.steps]
         _steps(money, outcome, costs, look, outcome.strategy, unit_s)
     speed.set_ylabel("thousand tokens/s")
     money.set_ylabel("$ per million tokens")

@@ -16,7 +16,7 @@ import statistics
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.config.run import RolloutConfig
 from penstock.config.toml import read_toml
@@ -93,6 +93,8 @@ class Prices(_Strict):
     """One remote instance."""
     on_demand: NotNegative
     """One remote instance that is never taken away."""
+    kinds: dict[str, NotNegative] = {}
+    """One remote instance of another kind (`Profile.kinds`); where it has none here, it costs as much as any."""
 
 
 class Lengths(_Strict):
@@ -139,9 +141,19 @@ class Profile(_Strict):
     heartbeat_s: Positive = RUN.heartbeat_s
     """Between two reports of a machine's work."""
 
+    @model_validator(mode="after")
+    def _kinds_are_known(self) -> Profile:
+        if unknown := sorted(self.prices.kinds.keys() - self.kinds.keys()):
+            raise ValueError(f"prices.kinds has a price of {', '.join(unknown)}, and kinds no such machine")
+        return self
+
     def remote(self, node: str) -> MachineProfile:
         """What a node of a trace is."""
         return self.kinds.get(node.partition(":")[0], self.spot)
+
+    def price_per_h(self, node: str, spot: bool = True) -> float:
+        """Dollars that a node costs; `spot`: as one that may be taken away."""
+        return self.prices.kinds.get(node.partition(":")[0], self.prices.spot) if spot else self.prices.on_demand
 
     def pull_s(self, node: str = "", sharing: int = 1) -> float:
         """Seconds that a machine pulls a whole version, where so many share the store's link. Nothing but the link

@@ -34,6 +34,7 @@ class RemoteTimes:
     held_off: float
     """By which their number was off that mean, rounded: mean over the step."""
     paid_s: float
+    dollars: float
     busy_s: float
     wait_s: float
     """With the weights and nothing to do, mean over machines."""
@@ -59,7 +60,6 @@ class _Held:
     """As it was taken."""
     slower: float = 1.0
     price_per_h: float = 0.0
-    """All cost the same."""
 
     @property
     def samples(self) -> int:
@@ -151,11 +151,13 @@ class Remotes:
     def settle_step(self, began_s: float, now: float) -> RemoteTimes:
         """Adds up a step that ends now, and forgets who left within it."""
         rows = [(held, now) for held in self._held.values()] + [(past.held, past.left_at) for past in self._past]
-        paid_s = busy_s = wait_s = 0.0
+        paid_s = dollars = busy_s = wait_s = 0.0
         connected: list[tuple[float, float]] = []
         ready: list[tuple[float, float]] = []
         for held, until in rows:
-            paid_s += until - max(began_s, held.taken_at)
+            held_s = until - max(began_s, held.taken_at)
+            paid_s += held_s
+            dollars += held.price_per_h * held_s / 3600
             busy = held.machine.busy_s - held.busy_before
             held.busy_before = held.machine.busy_s
             busy_s += busy
@@ -171,7 +173,7 @@ class Remotes:
         span_s = max(now - began_s, 1e-9)
         mean = sum(until - at for at, until in connected) / span_s
         off = _off_s(connected, round(mean), began_s, now) / span_s
-        return RemoteTimes(mean, off, paid_s, busy_s, wait_s / max(1, len(ready)), wait_s, ready)
+        return RemoteTimes(mean, off, paid_s, dollars, busy_s, wait_s / max(1, len(ready)), wait_s, ready)
 
     # ---- within
 
@@ -207,8 +209,10 @@ class Remotes:
                 break
             if node not in self._held:
                 self._born += 1
-                machine = Machine(node, self.world.profile.remote(node), True, at_s=self.world.clock.now)
-                held = self._held[node] = _Held(machine, self.world.clock.now, number=self._born)
+                profile, now = self.world.profile, self.world.clock.now
+                machine = Machine(node, profile.remote(node), True, at_s=now)
+                price_per_h = profile.price_per_h(node, spot)
+                held = self._held[node] = _Held(machine, now, number=self._born, price_per_h=price_per_h)
                 taken.append(held)
         return taken
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.simulate.outcome import Outcome
-from penstock.simulate.profiles import Profile
 
 __all__ = ["NoRow", "Row", "as_json", "in_words", "row_of", "table"]
 
@@ -54,12 +53,10 @@ class NoRow:
     steps: int = 0
 
 
-def row_of(outcome: Outcome, profile: Profile, setting: str, spot: bool = True, tuned: str = "") -> Row:
+def row_of(outcome: Outcome, setting: str, tuned: str = "") -> Row:
     """Raises ValueError for a run in which no step ended: it has no figures."""
     if not outcome.steps:
         raise ValueError(f"{outcome.strategy} on {setting}: no step ended; simulate longer")
-    prices = profile.prices
-    instance = prices.spot if spot else prices.on_demand
     steps = outcome.steps
     return Row(
         setting=setting,
@@ -67,8 +64,8 @@ def row_of(outcome: Outcome, profile: Profile, setting: str, spot: bool = True, 
         steps=len(steps),
         step_s=outcome.wall_s / len(steps),
         tokens_per_s=outcome.tokens_per_s,
-        tokens_per_dollar=outcome.tokens_per_dollar(prices.reserved, instance),
-        dollars=outcome.dollars(prices.reserved, instance),
+        tokens_per_dollar=outcome.tokens_per_dollar,
+        dollars=outcome.dollars,
         mean_asked=outcome.mean_asked,
         last_asked=outcome.asked[-1].wanted,
         mean_fleet=outcome.mean_fleet,

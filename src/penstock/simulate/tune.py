@@ -99,8 +99,7 @@ def best_number(worth: Callable[[int], tuple[float, float]], most: int) -> int:
 def _worth(profile: Profile, count: int, seed: int) -> tuple[float, float]:
     strategy = make_strategy("disaggregated", profile, machines=count)
     outcome = _tried(profile, static_trace(0, float("inf")), strategy, steps=SEARCH_STEPS, seed=seed)
-    prices = profile.prices
-    return outcome.tokens_per_s, outcome.tokens_per_dollar(prices.reserved, prices.on_demand)
+    return outcome.tokens_per_s, outcome.tokens_per_dollar
 
 
 def _best_window(profile: Profile, reached: Callable[[Tuning], float], seed: int) -> Tuning:

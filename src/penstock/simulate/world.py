@@ -481,6 +481,7 @@ class World:
                 times=times,
                 tokens=sum(sample.length + sample.prompt_tokens for sample in step.samples),
                 paid_h=remote.paid_s / 3600,
+                dollars=self.profile.prices.reserved * times.step_s / 3600 + remote.dollars,
                 remote_waited_s=remote.waited_s,
                 remote_ready_s=sum(until - at for at, until in remote.ready),
                 moves=step.moves,
