@@ -44,7 +44,7 @@ class Box:
     alive: bool = True
     connected: bool = False
     samples: int = 0
-    slower: float = 1.0
+    slower: float | None = 1.0
     told: bool = False
     left: set[str] = field(default_factory=set)
     """Peers of its agents that were told to leave."""

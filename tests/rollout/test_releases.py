@@ -14,16 +14,21 @@ from penstock.rollout.balanced import Balanced
 from penstock.rollout.curves import Speed
 from penstock.rollout.provision_money import Purse
 from penstock.rollout.provision_types import Machine, MachineState
-from penstock.rollout.releases import first_to_go
+from penstock.rollout.releases import first_to_go, work_costs
 from penstock.wire import StepReport
 
 
 @dataclass(frozen=True)
 class Rated:
     number: int
-    price_per_h: float = 5.0
+    known_price: float | None = 5.0
     slower: float = 1.0
     samples: int = 0
+    instances: int = 1
+
+    @property
+    def rate(self) -> float:
+        return self.instances / self.slower
 
 
 @pytest.mark.parametrize(
@@ -31,14 +36,18 @@ class Rated:
     [
         (Rated(0, slower=2.0), Rated(1)),
         (Rated(0, slower=2.0, samples=9), Rated(1)),
-        (Rated(0, price_per_h=8.0, samples=9), Rated(1)),
-        (Rated(0, price_per_h=4.0, slower=2.0), Rated(1, price_per_h=6.0)),
-        (Rated(0, price_per_h=9.0), Rated(1, price_per_h=4.0, slower=2.0)),
-        (Rated(0), Rated(1, price_per_h=5.4, samples=1)),
-        (Rated(0, price_per_h=5.4, samples=1), Rated(1, samples=1)),
+        (Rated(0, known_price=8.0, samples=9), Rated(1)),
+        (Rated(0, known_price=4.0, slower=2.0), Rated(1, known_price=6.0)),
+        (Rated(0, known_price=9.0), Rated(1, known_price=4.0, slower=2.0)),
+        (Rated(0), Rated(1, known_price=5.4, samples=1)),
+        (Rated(0, known_price=5.4, samples=1), Rated(1, samples=1)),
         (Rated(0, samples=1), Rated(1, samples=2)),
         (Rated(1), Rated(0)),
-        (Rated(0, price_per_h=0.0, slower=1.5, samples=3), Rated(1, price_per_h=0.0)),
+        (Rated(0, known_price=None, slower=1.5, samples=3), Rated(1, known_price=None)),
+        (Rated(0, slower=2.06, samples=4), Rated(1, slower=2.0, samples=5)),
+        (Rated(0, slower=2.0), Rated(1, slower=2.06, samples=5)),
+        (Rated(0), Rated(1, known_price=8.0, instances=2)),
+        (Rated(0, known_price=6.0), Rated(1, known_price=0.0, slower=9.0)),
     ],
     ids=[
         "slower",
@@ -51,6 +60,10 @@ class Rated:
         "fewer samples",
         "younger",
         "slower, where nothing has a price",
+        "a little slower among slow ones that work",
+        "idle, among slow ones that differ by chance",
+        "one that does less for its money than a dearer one with two instances",
+        "one that costs something",
     ],
 )
 def test_of_two_this_one_goes_first(first: Rated, then: Rated) -> None:
@@ -60,7 +73,7 @@ def test_of_two_this_one_goes_first(first: Rated, then: Rated) -> None:
 def test_the_order_is_one_whoever_comes_first_and_nobody_is_left_out() -> None:
     draws = random.Random(3)
     machines = [
-        Rated(k, draws.choice((0.0, 4.0, 4.2, 9.0)), draws.choice((1.0, 1.2, 3.0)), draws.randrange(3))
+        Rated(k, draws.choice((None, 0.0, 4.0, 4.2, 9.0)), draws.choice((1.0, 1.2, 3.0)), draws.randrange(3))
         for k in range(40)
     ]
     order = first_to_go(machines)
@@ -79,6 +92,45 @@ def test_a_budget_keeps_as_many_as_are_left_when_the_worst_have_gone() -> None:
     fast, slow = machine(0, 6.0, 1.0), [machine(k, 3.0, 4.0) for k in (1, 2)]
     assert purse.keeps([fast, *slow]) == 2, "the fast one and a slow one, though both slow ones cost no more"
     assert purse.keeps([fast, *slow, machine(3, 6.0, 1.0)]) == 1
+    asked = replace(machine(4, 9.0, 1.0), state=MachineState.ASKED)
+    assert purse.keeps([*slow, asked]) == 1, "what has no name yet can't go, dear as it is"
+
+
+def test_who_is_wanted_again_is_the_best_of_those_that_were_to_go() -> None:
+    world = grown(3)
+    world.boxes["m-1"].slower, world.boxes["m-2"].slower = 3.0, 2.0
+    world.machines.want(1, world.now)
+    while not world.changes("draining"):
+        world.pass_time(1)
+    world.machines.want(2, world.now)
+    world.pass_time(CONFIG.drain_s + 10)
+    assert world.alive() == ["m-2", "m-3"]
+
+
+@pytest.mark.parametrize(("agents", "known", "slower", "rate"), [(1, None, 3.0, 1 / 3), (2, 1.5, 1.5, 2 / 1.5)])
+def test_what_a_machine_does_is_what_all_its_instances_do_as_was_last_known(
+    agents: int, known: float | None, slower: float, rate: float
+) -> None:
+    world = grown(1, agents=agents)
+    world.boxes["m-1"].slower = 3.0
+    world.pass_time(1)
+    assert world.machine("m-1").rate == pytest.approx(agents / 3)
+    # Another instance on it: of that nothing is known yet.
+    world.boxes["m-1"].slower = known
+    world.pass_time(1)
+    assert world.machine("m-1").slower == pytest.approx(slower)
+    assert world.machine("m-1").rate == pytest.approx(rate)
+
+
+def test_a_price_that_nobody_has_told_is_taken_to_be_the_others_mean() -> None:
+    machines = [Rated(0, None, 1.0), Rated(1, 4.0, 1.0), Rated(2, 8.0, 2.0)]
+    assert work_costs(machines) == pytest.approx([1.5, 1.0, 4.0])
+    assert work_costs([Rated(0, None, 3.0), Rated(1, None)]) == pytest.approx([3.0, 1.0])
+    assert work_costs([Rated(0, 0.0, 3.0), Rated(1, 2.0)]) == pytest.approx([0.0, 1.0])
+    assert work_costs([]) == []
+    free = Machine(0, 0.0, 0.0, 0.0, priced=True)
+    assert (free.known_price, replace(free, priced=False).known_price) == (0.0, None)
+    assert replace(free, price_per_h=3.0, priced=False).known_price == 3.0
 
 
 def test_a_machine_is_as_slow_as_its_instances_and_says_so_when_it_goes() -> None:
@@ -88,7 +140,7 @@ def test_a_machine_is_as_slow_as_its_instances_and_says_so_when_it_goes() -> Non
     world.machines.want(1, world.now)
     world.pass_time(CONFIG.cool_down_s + 3)
     assert world.alive() == ["m-2"]
-    assert "it is 3.0 x as slow" in world.changes("draining")[0].cause
+    assert "the same work costs 3.0 x as much on it" in world.changes("draining")[0].cause
 
 
 def test_the_manager_s_policy_tells_at_each_step_s_end_who_is_slow() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean
+from statistics import harmonic_mean
 
 from penstock.observe.events import Event, MachineChanged, Warned
 from penstock.rollout.lately import Lately
@@ -35,7 +35,7 @@ from penstock.rollout.provision_types import (
     Release,
     Seen,
 )
-from penstock.rollout.releases import first_to_go
+from penstock.rollout.releases import AS_GOOD, first_to_go, work_costs
 
 __all__ = ["Provision"]
 
@@ -327,7 +327,9 @@ class Provision:
         self.purse.found(machine, now)
         machine.peers, machine.missing = tuple(view.peer for view in views), 0
         machine.samples = sum(view.samples for view in views)
-        machine.slower = fmean(view.slower for view in views)
+        # One that has just come back is what it was.
+        if known := [view.slower for view in views if view.slower is not None]:
+            machine.slower = harmonic_mean(known)
         if machine.state is S.STARTING:
             machine.loading_at = None
             machine.joined_at = now if machine.joined_at is None else machine.joined_at
@@ -413,9 +415,9 @@ class Provision:
 
     def _grow(self, number: int, orders: Orders, now: float) -> None:
         counting = sum(machine.counts for machine in self._machines)
-        for machine in self._machines:
-            stays = machine.state is S.DRAINING and machine.told_at is None
-            if counting < number and stays and self.purse.keeps_too(machine, self._machines):
+        draining = [m for m in self._machines if m.state is S.DRAINING and m.told_at is None]
+        for machine in reversed(first_to_go(draining)):
+            if counting < number and self.purse.keeps_too(machine, self._machines):
                 self._enter(machine, S.JOINED, "it is wanted again", now)
                 counting += 1
         paid = self.purse.affords(self._machines, self.start_s, now)
@@ -447,11 +449,14 @@ class Provision:
     def _shrink(self, number: int, now: float) -> None:
         paid = self.purse.keeps(self._machines)
         why = self._why(number) if number <= paid else f"machines paid for: {paid}, {self.purse.words()}"
-        number = min(number, paid)
-        surplus = sum(machine.counts for machine in self._machines) - number
-        going = first_to_go(machine for machine in self._machines if machine.state in (S.STARTING, S.JOINED))
-        for machine in going[: max(0, surplus)]:
-            cause = self.ending or why + (f"; it is {machine.slower:.1f} x as slow" if machine.slower > 1 else "")
+        counting = [machine for machine in self._machines if machine.counts]
+        surplus = len(counting) - min(number, paid)
+        if surplus <= 0:
+            return
+        costs = {machine.number: cost for machine, cost in zip(counting, work_costs(counting))}
+        for machine in first_to_go(machine for machine in counting if machine.may_go)[:surplus]:
+            cost = costs[machine.number]
+            cause = self.ending or why + (f"; the same work costs {cost:.1f} x as much on it" if cost > AS_GOOD else "")
             self._enter(machine, S.DRAINING if machine.peers else S.RELEASING, cause, now)
 
     def _leave(self, orders: Orders, now: float) -> None:

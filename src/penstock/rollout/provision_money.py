@@ -85,12 +85,16 @@ class Purse:
         return within_hour and self.spent + (working + leaving) * tail_h <= config.budget
 
     def keeps(self, machines: Sequence[Machine]) -> int:
-        """How many of the machines that count can be kept."""
-        working = [machine.price_per_h for machine in first_to_go(machine for machine in machines if machine.counts)]
-        leaving = sum(machine.price_per_h for machine in machines if not machine.counts)
-        while working and not self.pays(sum(working), leaving):
-            leaving += working.pop(0)
-        return len(working)
+        """How many of the machines that count can be kept, those that can't go yet among them."""
+        counting = [machine for machine in machines if machine.counts]
+        working = sum(machine.price_per_h for machine in counting)
+        leaving = sum(machine.price_per_h for machine in machines) - working
+        kept = len(counting)
+        for machine in first_to_go(machine for machine in counting if machine.may_go):
+            if self.pays(working, leaving):
+                break
+            kept, working, leaving = kept - 1, working - machine.price_per_h, leaving + machine.price_per_h
+        return kept
 
     def keeps_too(self, machine: Machine, machines: Sequence[Machine]) -> bool:
         """One that was about to go can be paid for, too, with those that count."""

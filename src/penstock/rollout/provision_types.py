@@ -131,8 +131,7 @@ class Machine:
     samples: int = 0
     """On all of them."""
     slower: float = 1.0
-    """Times as long as on the fastest one of all a decode step takes, on the mean of its instances, as far as that is
-    known."""
+    """Times as long as on the fastest instance a decode step takes on its own, on the mean, as was last known."""
     adopted: bool = False
     """Not asked for by this manager."""
     joined_at: float | None = None
@@ -159,6 +158,21 @@ class Machine:
         return self.id or f"ask-{self.number}"
 
     @property
+    def known_price(self) -> float | None:
+        """None where neither the provisioner nor the configuration tells one."""
+        return self.price_per_h if self.priced or self.price_per_h > 0 else None
+
+    @property
+    def rate(self) -> float:
+        """What all its instances do in a time, beside the fastest one of all."""
+        return max(1, len(self.peers)) / self.slower
+
+    @property
+    def may_go(self) -> bool:
+        """It is known by a name, and not about to go already."""
+        return self.state in (MachineState.STARTING, MachineState.JOINED)
+
+    @property
     def living(self) -> bool:
         """It may cost something."""
         return self.state not in ENDED
@@ -180,8 +194,8 @@ class InstanceView:
     ready: bool
     reserved: bool
     samples: int
-    slower: float = 1.0
-    """Times as long as the fastest one's its decode step takes; 1 where they are alike, or that is not known."""
+    slower: float | None = None
+    """Times as long as the fastest one's its decode step takes; 1 where they are alike, None while it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

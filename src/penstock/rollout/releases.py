@@ -1,19 +1,22 @@
 """Which machines go when there are more than are wanted, or more than can be paid for.
 
-Decides only the order. What a machine does for its money counts first: its price times how much slower it is than the
-fastest one. Of those that are as good as the best, the idle ones go, since what runs on others has to end elsewhere.
-The manager and the simulator ask the same function; neither's machines are known here.
+Decides only the order. What a machine does for its money counts first: its price over what it does in a time. Of those
+that are as good for it, the idle ones go, since what runs on others has to end elsewhere. The manager and the simulator
+ask the same function, and so does who predicts a step with fewer machines; nobody's machines are known here.
+
+What the reserved machines cost is not in it. That decides how many are worth having; where one too many is there, a
+further second of work is worth about what it costs on the dearest that stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
-__all__ = ["Rated", "first_to_go"]
+__all__ = ["AS_GOOD", "Rated", "first_to_go", "work_costs"]
 
 AS_GOOD = 1.1
-"""Times the least that work costs on any of them: for less than that nothing is interrupted."""
+"""Times what work costs, within which two machines are as good: for less than that nothing is interrupted."""
 
 
 class Rated(Protocol):
@@ -25,13 +28,13 @@ class Rated(Protocol):
         ...
 
     @property
-    def price_per_h(self) -> float:
-        """0 where none is known."""
+    def known_price(self) -> float | None:
+        """Dollars an hour; 0 for one that costs nothing, None where nobody has told."""
         ...
 
     @property
-    def slower(self) -> float:
-        """Times as long as the fastest one's its decode step takes; 1 where that is not known."""
+    def rate(self) -> float:
+        """What it does in a time, beside the fastest instance; 1 where that is not known."""
         ...
 
     @property
@@ -46,16 +49,30 @@ Machine = TypeVar("Machine", bound=Rated)
 def first_to_go(machines: Iterable[Machine]) -> list[Machine]:
     """All of them, the first one to be given up first."""
     there = list(machines)
-    priced = any(machine.price_per_h > 0 for machine in there)
+    costs = work_costs(there)
+    as_good: dict[int, int] = {}
+    """Place among those that differ by more than chance, by index: 0 for the best ones."""
+    place, least = 0, 0.0
+    for k in sorted(range(len(there)), key=lambda k: costs[k]):
+        if costs[k] > AS_GOOD * least:
+            place, least = place + 1, costs[k]
+        as_good[k] = place
 
-    def work_costs(machine: Machine) -> float:
-        return machine.slower * (machine.price_per_h if priced else 1.0)
+    def order(k: int) -> tuple[int, bool, float, int, int]:
+        machine = there[k]
+        return -as_good[k], machine.samples > 0, -costs[k], machine.samples, -machine.number
 
-    dear = AS_GOOD * min(map(work_costs, there), default=0.0)
+    return [there[k] for k in sorted(range(len(there)), key=order)]
 
-    def order(machine: Machine) -> tuple[float, bool, float, int, int]:
-        costs = work_costs(machine)
-        too_dear = -costs if costs > dear else 0.0
-        return too_dear, machine.samples > 0, -costs, machine.samples, -machine.number
 
-    return sorted(there, key=order)
+def work_costs(machines: Sequence[Rated]) -> list[float]:
+    """Of each machine, what the same work costs on it, times the least; 0 where it is free. One whose price nobody has
+    told costs as much as the others on the mean."""
+    known = [machine.known_price for machine in machines if machine.known_price is not None]
+    usual = sum(known) / len(known) if known else 1.0
+    costs = [
+        (usual if machine.known_price is None else machine.known_price) / max(machine.rate, 1e-9)
+        for machine in machines
+    ]
+    least = min((cost for cost in costs if cost > 0), default=1.0)
+    return [cost / least for cost in costs]

@@ -62,6 +62,14 @@ class _Held:
     price_per_h: float = 0.0
 
     @property
+    def known_price(self) -> float:
+        return self.price_per_h
+
+    @property
+    def rate(self) -> float:
+        return 1 / self.slower
+
+    @property
     def samples(self) -> int:
         return self.machine.samples
 
