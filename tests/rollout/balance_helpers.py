@@ -1,6 +1,10 @@
-"""What tests of balance policies show them: rows of samples on an instance, and reports of one of a known speed."""
+"""What tests of balance policies show them: rows of samples on an instance, reports of one of a known speed, steps with
+other numbers."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 
 from penstock.rollout.balance import PlacedSample, Report
 from penstock.rollout.curves import Speed
@@ -18,3 +22,22 @@ def report_of(instance: str, speed: Speed, k: int, steps: int) -> Report:
     running, context, prefilled = 1 + k * 7 % 40, 1000.0 * (1 + k * 13 % 50), 1000 * (k % 3)
     wall_s = steps * speed.step_s(running, context) + prefilled * speed.prefill_s
     return Report(instance, wall_s, running, context, steps * running, prefilled)
+
+
+@dataclass
+class Replayed:
+    """Steps with other numbers of instances, in so many bits each. `price`: of the k-th instance."""
+
+    step_s: Callable[[int], float | None]
+    bits: int = 3
+    price: Callable[[int], float | None] = lambda k: None
+    asked: list[int] = field(default_factory=list)
+
+    def seconds(self, instances: int) -> Generator[None, None, float | None]:
+        self.asked.append(instances)
+        for _ in range(self.bits):
+            yield
+        return self.step_s(instances)
+
+    def prices(self, instances: int) -> Sequence[float | None]:
+        return [self.price(k) for k in range(instances)]

@@ -6,18 +6,21 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import pytest
+from balance_helpers import Replayed
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.rollout import plan as plan_module
 from penstock.rollout.curves import Speed
+from penstock.rollout.facts import Facts, as_long_as, thinned
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
-from penstock.rollout.offload import Facts, FixedWindow, Offload, Predictor, StepTimes, WindowView, as_long_as, thinned
+from penstock.rollout.offload import FixedWindow, Offload, StepTimes, WindowView
+from penstock.rollout.other_fleets import Predictor
 from penstock.rollout.plan import best_plan, search
 from penstock.rollout.step_replay import ONE_BY_ONE, Engine, Limits, Plan, Training, replay
 from penstock.rollout.step_times import StepAccount
@@ -507,16 +510,7 @@ def test_time_that_is_worth_something_buys_machines() -> None:
 
 
 def replayed(seconds: Callable[[int], float | None], asked: list[int] | None = None) -> Predictor:
-    """Three bits for each number."""
-
-    def predictor(instances: int) -> Generator[None, None, float | None]:
-        if asked is not None:
-            asked.append(instances)
-        for _ in range(3):
-            yield
-        return seconds(instances)
-
-    return predictor
+    return Replayed(seconds, asked=[] if asked is None else asked)
 
 
 def test_a_replayed_step_counts_machines_that_live_short_for_less_too() -> None:
@@ -562,7 +556,7 @@ def test_steps_with_other_numbers_are_replayed_on_what_was_known_when_it_was_ask
     assert predictor is not None
 
     def seconds(instances: int) -> float | None:
-        bits = predictor(instances)
+        bits = predictor.seconds(instances)
         count = 0
         while True:
             try:
@@ -585,7 +579,7 @@ def test_steps_with_other_numbers_are_replayed_on_what_was_known_when_it_was_ask
     predictor = offload.predictor()
     assert predictor is not None
     with pytest.raises(StopIteration) as end:
-        next(predictor(0))
+        next(predictor.seconds(0))
     assert end.value.value is None
 
 

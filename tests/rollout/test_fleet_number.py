@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from balance_helpers import Replayed
 
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
 from penstock.rollout.manager import Manager, ManagerConfig
@@ -59,6 +60,36 @@ def test_a_step_beside_the_trainer_takes_the_longer_of_the_two() -> None:
     size = FleetSize(FleetSizeConfig(), OWN)
     size.learn_step(StepTimes(0, 105.0, 100.0, TRAIN_S, 50.0, 0.0, 0.0), beside=True)
     assert [size.step_s(machines) for machines in (0, 2, 6)] == [105.0, 55.0, 55.0]
+
+
+def test_each_instance_costs_its_own_price_and_one_of_which_none_is_known_the_usual_one() -> None:
+    price = {0: 0.0, 1: 2.0, 2: None, 3: 30.0}.get
+    config = FleetSizeConfig(ceiling=4, first=0, instance_price=5.0, reserved_price=80.0)
+    size = FleetSize(config, OWN)
+    predictor = Replayed(lambda n: 400 / (4 + n), price=price)
+    times = StepTimes(0, 105.0, 100.0, TRAIN_S, 50.0, 0.0, 0.0)
+    for _ in range(4):
+        wanted = size.ended(times, predictor)
+    assert [size.step_cost(n) for n in (2, 3, 4)] == pytest.approx(
+        [(80.0 + dollars) / 3600 * 400 / (4 + n) for n, dollars in ((2, 2.0), (3, 7.0), (4, 37.0))]
+    )
+    assert wanted == 3, "the fourth one costs more than it saves"
+    alike = FleetSize(config, OWN)
+    assert [alike.ended(times, Replayed(lambda n: 400 / (4 + n))) for _ in range(4)][-1] == 4
+
+
+@pytest.mark.parametrize(
+    ("budget", "unpaid", "most"), [(1.9, 0, 1), (2.0, 0, 2), (7.0, 0, 3), (7.0, 2, 4), (36.9, 0, 3)]
+)
+def test_a_budget_pays_for_instances_at_their_own_prices(budget: float, unpaid: int, most: int) -> None:
+    price = {0: 0.0, 1: 2.0, 2: None, 3: 30.0}.get
+    config = FleetSizeConfig(ceiling=4, first=0, instance_price=5.0, reserved_price=9000.0, budget_per_h=budget)
+    size = FleetSize(config, OWN)
+    size.learn(unpaid=unpaid)
+    times = StepTimes(0, 105.0, 100.0, TRAIN_S, 50.0, 0.0, 0.0)
+    for _ in range(4):
+        wanted = size.ended(times, Replayed(lambda n: 400 / (4 + n), price=price))
+    assert wanted == most
 
 
 def test_what_the_budget_does_not_pay_for_is_not_wanted_whatever_the_floor() -> None:

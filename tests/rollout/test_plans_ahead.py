@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from balance_helpers import report_of
 from rollout_helpers import submit
 from test_windows import TurnWorld, generated, learned
 
+from penstock.rollout.balanced import COMPARED, Balanced
+from penstock.rollout.curves import Speed
 from penstock.rollout.offload import Offload
 from penstock.rollout.step_replay import Plan
 
@@ -65,6 +68,19 @@ def test_a_plan_that_was_made_while_the_trainer_trained_is_followed_from_the_ste
     assert world.told("opened")[-1].window_s == policy.length_s(1)
     world.pass_time(0.01)
     assert not world.manager.thinking, "once is enough"
+
+
+def test_a_plan_knows_which_instances_joined_last() -> None:
+    world = TurnWorld()
+    policy, balance = learned(world, steps=2), world.manager.policy
+    assert isinstance(balance, Balanced)
+    (spot,) = (instance.id for instance in world.manager.fleet if not instance.reserved)
+    for k in range(COMPARED):
+        balance.report(report_of(spot, Speed(0.01, 5e-4, 5e-7), k, steps=10))
+    until_generated(world, "train-2")
+    assert thought_out(world) > 10
+    assert policy.facts is not None
+    assert policy.facts.joined == balance.joined() == policy.facts.remote
 
 
 def test_a_plan_that_is_not_made_yet_when_its_step_begins_becomes_that_step_s_own() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
+from balance_helpers import Replayed
 from provision_world import CONFIG
 from rollout_helpers import SimulatedAgent, World, submit
 
@@ -150,14 +150,7 @@ def test_an_account_that_makes_no_sense_is_a_warning_and_no_end() -> None:
 
 
 def test_a_report_that_comes_while_the_number_is_thought_over_is_learned_from_and_begins_no_other_thought() -> None:
-    asked: list[int] = []
-
-    def predictor(instances: int) -> Generator[None, None, float | None]:
-        asked.append(instances)
-        yield
-        yield
-        return 100.0 / (1 + instances)
-
+    predictor = Replayed(lambda instances: 100.0 / (1 + instances), bits=2)
     world = Provided(first=1, ceiling=3, reserved_price_per_h=400.0)
     world.pass_time(1)
     world.pass_time(1)
@@ -171,7 +164,7 @@ def test_a_report_that_comes_while_the_number_is_thought_over_is_learned_from_an
         if not world.manager.thinking:
             break
         assert provisioning.machines.wanted == 1
-    assert sorted(asked) == [1, 2, 3]
+    assert sorted(predictor.asked) == [1, 2, 3]
     assert not world.manager.thinking
     assert provisioning.machines.wanted == 3
 
@@ -202,6 +195,25 @@ def test_prices_start_up_times_and_losses_as_they_were_seen_enter_the_number() -
     assert size.config.start_s == provisioning.machines.start_s < 500.0
     assert size.preemptions_per_h > 0
     assert size.useful_share < 1
+
+
+def test_the_policy_is_shown_what_each_instance_costs() -> None:
+    class Priced(Provided):
+        def answer(self, call: Call) -> list[str] | list[Seen] | None:
+            if isinstance(call, ListAll):
+                return [Seen(name, price_per_h=99.0 if name == "spot-0" else None) for name in self.there]
+            return super().answer(call)
+
+    world = Priced(first=2, price_per_h=0.0)
+    world.publish(0)
+    for _ in range(int(CONFIG.list_s) + 2):
+        world.pass_time(1.0)
+    agents = [world.join_ready(name) for name in ("spot-0", "spot-1", "mine")]
+    agents.append(world.join("gpu-1", host="spot-0"))
+    world.pass_time(0.1)
+    instances = [world.manager.fleet.get(agent.peer) for agent in agents]
+    prices = [world.manager.balancing.load(instance).price_per_h for instance in instances if instance is not None]
+    assert prices == [49.5, None, 0.0, 49.5]
 
 
 def test_the_account_tells_of_an_order_that_is_under_way() -> None:

@@ -93,7 +93,8 @@ def test_a_budget_keeps_as_many_as_are_left_when_the_worst_have_gone() -> None:
     assert purse.keeps([fast, *slow]) == 2, "the fast one and a slow one, though both slow ones cost no more"
     assert purse.keeps([fast, *slow, machine(3, 6.0, 1.0)]) == 1
     asked = replace(machine(4, 9.0, 1.0), state=MachineState.ASKED)
-    assert purse.keeps([*slow, asked]) == 1, "what has no name yet can't go, dear as it is"
+    idle = [machine(k, 3.0, 2.0) for k in (5, 6)]
+    assert purse.keeps([*idle, asked]) == 1, "what has no name yet can't go, dear as it is"
 
 
 def test_who_is_wanted_again_is_the_best_of_those_that_were_to_go() -> None:

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report
 from penstock.rollout.balanced import COMPARED, JOINED, Balanced
 from penstock.rollout.curves import Speed
-from penstock.rollout.offload import Facts, Offload
+from penstock.rollout.facts import Facts
+from penstock.rollout.offload import Offload
+from penstock.rollout.other_fleets import OtherFleets
 from penstock.rollout.plan import best_plan
 from penstock.rollout.step_replay import Engine, Limits, Plan, Training, replay
 from penstock.rollout.unequal import ALIKE, PACE, Beside, compared
@@ -162,7 +164,7 @@ def test_an_engine_of_which_nothing_is_known_yet_is_compared_with_nobody() -> No
     assert seconds(engine(0.5)) > 1.02 * seconds(replace(engine(0.5), known=False)), "two engines beside a fast one"
 
 
-def test_fewer_machines_are_predicted_to_be_the_fastest_ones_and_more_like_those_that_joined_last() -> None:
+def test_fewer_machines_are_predicted_to_be_those_that_stay_and_more_like_those_that_joined_last() -> None:
     own = [engine()] * 2
 
     def predicted(remote: list[Engine], instances: int, joined: list[Engine] | None = None) -> float:
@@ -172,7 +174,7 @@ def test_fewer_machines_are_predicted_to_be_the_fastest_ones_and_more_like_those
         assert predictor is not None
 
         def told() -> Generator[None, None, None]:
-            answers.append((yield from predictor(instances)))
+            answers.append((yield from predictor.seconds(instances)))
 
         answers: list[float | None] = []
         assert not any(told())
@@ -188,6 +190,23 @@ def test_fewer_machines_are_predicted_to_be_the_fastest_ones_and_more_like_those
     assert slow == pytest.approx(predicted([*kept, *[engine(4.0)] * 4], 6), rel=0.02)
     assert slow > 1.1 * predicted(kept, 6, joined=[*kept, *[engine(4.0)] * 4])
     assert predicted([], 2, joined=[engine(4.0)]) == pytest.approx(predicted([engine(4.0)] * 2, 2), rel=0.02)
+
+
+def test_other_numbers_are_of_those_that_stay_by_price_and_speed_and_of_further_ones_at_their_own_price() -> None:
+    dear, cheap = replace(engine(), price_per_h=9.0), replace(engine(2.0), price_per_h=4.0)
+    by_hand, untold = replace(engine(3.0), price_per_h=0.0), replace(engine(), price_per_h=None)
+
+    def fleet(remote: list[Engine], joined: list[Engine]) -> OtherFleets:
+        return OtherFleets.of(Facts(GROUPS, 32, remote, [engine()], TRAINING, joined=joined), {})
+
+    other = fleet([dear, cheap, dear, by_hand, cheap], joined=[by_hand, cheap, dear])
+    assert other.engines(5) == [by_hand, cheap, cheap, dear, dear]
+    assert other.prices(8) == [0.0, 4.0, 4.0, 9.0, 9.0, 4.0, 9.0, 4.0], "nobody can ask for one by hand"
+    assert fleet([cheap, replace(dear, price_per_h=7.0)], []).engines(1) == [replace(dear, price_per_h=7.0)]
+    assert fleet([cheap, untold, dear], []).engines(1) == [untold], "it may cost the mean, and is fast"
+    assert fleet([], [by_hand]).prices(2) == [None, None], "what one costs is not known from it"
+    assert fleet([], []).engines(1) == [engine()]
+    assert fleet([dear], []).prices(0) == []
 
 
 # ---- instances
@@ -309,6 +328,16 @@ def test_who_joined_last_is_remembered_when_it_is_gone_and_comes_first() -> None
             policy.report(report_of(f"other-{k}", slower(2.0), n, steps=50))
         found = told()
     assert found == [2.0] * JOINED
+
+
+def test_of_those_that_are_gone_the_ones_that_joined_last_are_remembered_whoever_left_last() -> None:
+    names = [f"m{k}" for k in range(JOINED + 2)]
+    policy = learned(**{name: 1.0 + k for k, name in enumerate(names)})
+    for name in names:
+        policy.engine(InstanceLoad(name, 0, PLACES), 0.0)
+    for name in reversed(names):
+        policy.gone(name)
+    assert [round(engine.speed.base_s / TRUTH.base_s) for engine in policy.joined()] == list(range(JOINED + 2, 2, -1))
 
 
 def test_one_that_was_too_slow_is_tried_with_a_few_samples_now_and_then_and_comes_back() -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import itertools
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from simulated import small_profile
+from simulated import MACHINE, small_profile
 
 from penstock.rollout import plan
+from penstock.rollout.facts import Facts
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
 from penstock.rollout.manager import Manager, ManagerConfig
-from penstock.rollout.offload import Facts, Offload, Predictor, StepTimes
+from penstock.rollout.offload import Offload, StepTimes
+from penstock.rollout.other_fleets import Predictor
 from penstock.rollout.provision_types import InstanceView, ProvisionConfig
 from penstock.rollout.step_replay import Plan
 from penstock.rollout.windows import Turn
 from penstock.simulate.baselines import make_strategy
-from penstock.simulate.profiles import Prices
+from penstock.simulate.profiles import Lengths, Prices
 from penstock.simulate.traces import static_trace
 from penstock.simulate.world import simulate
 from penstock.wire import StepReport
@@ -34,6 +37,19 @@ class Told:
     """Numbers whose steps were replayed."""
 
 
+@dataclass
+class Noted:
+    predictor: Predictor
+    asked: list[int]
+
+    def seconds(self, instances: int) -> Generator[None, None, float | None]:
+        self.asked.append(instances)
+        return (yield from self.predictor.seconds(instances))
+
+    def prices(self, instances: int) -> Sequence[float | None]:
+        return self.predictor.prices(instances)
+
+
 class Recorded(FleetSize):
     """The policy, and what it was told."""
 
@@ -46,12 +62,7 @@ class Recorded(FleetSize):
         told = Told(times, self.window.facts, dict(self.window.plans))
         self.told.append(told)
 
-        def noted(instances: int) -> Generator[None, None, float | None]:
-            told.asked.append(instances)
-            assert predictor is not None
-            return (yield from predictor(instances))
-
-        told.wanted = super().ended(times, noted if predictor is not None else None, beside)
+        told.wanted = super().ended(times, None if predictor is None else Noted(predictor, told.asked), beside)
         return told.wanted
 
 
@@ -120,3 +131,24 @@ def test_manager_and_simulator_come_to_the_same_number_from_the_same_facts(
     # Steps of other fleets are replayed from plans, and without windows there are none.
     assert any(told.plans for told in size.told) is not beside
     assert len(set(wanted)) > 1, "else a manager that never moves would do as well"
+
+
+@pytest.mark.parametrize(("fast", "slow"), [(9.0, 4.0), (3.0, 3.0)])
+def test_the_number_stands_still_where_machines_have_two_speeds_and_prices(
+    fast: float, slow: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Predicted to be kept by speed and released by price, they were given up and asked for again: 19 in these steps,
+    and up to seven changes of the number."""
+    monkeypatch.setattr(plan, "TRIES", 3)
+    profile = small_profile(
+        prompts=32,
+        kinds={"slow": MACHINE.slower_by(2.0)},
+        prices=Prices(reserved=80.0, spot=fast, on_demand=20.0, kinds={"slow": slow}),
+        lengths=Lengths(prompt_tokens=32, median_tokens=1500, spread=0.6, max_tokens=4000),
+    )
+    nodes = [f"{kind}:{k}" for k in range(6) for kind in ("slow", "fast")]
+    outcome = simulate(profile, static_trace(nodes, 1e9), make_strategy("penstock", profile, ceiling=12), steps=14)
+    asked = [asked.wanted for asked in outcome.asked]
+    taken = {(stay.node, stay.taken_at) for step in outcome.stays for stay in step}
+    assert len(taken) <= 12
+    assert sum(one != other for one, other in itertools.pairwise(asked)) <= 4

@@ -9,7 +9,8 @@ from simulated import MACHINE, small_profile
 
 from penstock.rollout.balance import ShortestQueue
 from penstock.rollout.balanced import Balanced
-from penstock.rollout.offload import Predictor, StepTimes
+from penstock.rollout.offload import StepTimes
+from penstock.rollout.other_fleets import Predictor
 from penstock.simulate.outcome import Outcome
 from penstock.simulate.profiles import Prices, Profile
 from penstock.simulate.strategy import FixedSize, SizePolicy, Strategy

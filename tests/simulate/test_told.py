@@ -12,7 +12,7 @@ from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Sh
 from penstock.rollout.offload import Offload
 from penstock.simulate.baselines import Algorithm1, Forever, make_strategy
 from penstock.simulate.machine import Machine, SimSample
-from penstock.simulate.profiles import Profile, Training
+from penstock.simulate.profiles import Prices, Profile, Training
 from penstock.simulate.strategy import FixedSize, Strategy
 from penstock.simulate.traces import Change, Trace, static_trace
 from penstock.simulate.world import World, simulate
@@ -139,6 +139,22 @@ def test_plans_are_made_from_what_the_last_step_took() -> None:
     assert (training.switch_s, training.rest_s, training.micro_batch_samples) == (0.3, 0.2, 8)
     assert training.token_s == world.token_s == pytest.approx(profile.training.s_per_token)
     assert facts.prompt_tokens == 32
+    assert [engine.price_per_h for engine in facts.remote] == [3.0, 3.0]
+    assert [engine.price_per_h for engine in facts.reserved] == [None, None]
+
+
+def test_other_numbers_of_machines_are_like_those_that_joined_last() -> None:
+    prices = Prices(reserved=40.0, spot=3.0, on_demand=10.0, kinds={"slow": 1.0})
+    profile = small_profile(kinds={"slow": MACHINE.slower_by(2.0)}, prices=prices)
+    changes = (*(Change(0.0, node, True) for node in ("slow:0", "fast:1")), Change(60.0, "slow:0", False))
+    world = World(profile, Trace(changes, 1e9), make_strategy("penstock", profile, machines=2))
+    world.run(steps=8)
+    assert world.clock.now > 60.0
+    assert isinstance(world.strategy.window, Offload)
+    facts = world.strategy.window.facts
+    assert facts is not None
+    assert [engine.price_per_h for engine in facts.remote] == [3.0]
+    assert sorted(engine.price_per_h or 0 for engine in facts.joined) == [1.0, 3.0], "the one that is gone as well"
 
 
 def test_a_window_learns_from_how_each_step_went() -> None:

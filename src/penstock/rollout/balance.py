@@ -60,6 +60,8 @@ class InstanceLoad:
     """Samples that wait at it, as it reported last: more than `samples - max_running` where its memory is full."""
     reserved: bool = False
     """On one of the trainer's own devices; remote otherwise."""
+    price_per_h: float | None = None
+    """Dollars that it costs; 0 where the run does not pay for it, None where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ Until speeds are learned it is the shortest queue.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -110,7 +110,7 @@ class Balanced(ShortestQueue):
     """Batches that ended since an instance's last report."""
     _joined: dict[str, tuple[int, Engine]] = field(default_factory=dict)
     """Remote instances, and as which of them each was known first."""
-    _left: deque[tuple[int, Engine]] = field(default_factory=lambda: deque(maxlen=JOINED))
+    _left: list[tuple[int, Engine]] = field(default_factory=list)
     """The same of those that are gone."""
     _arrivals: int = 0
     _compared: tuple[float, list[str]] | None = None
@@ -164,7 +164,8 @@ class Balanced(ShortestQueue):
         for known in (self._memory, self._weights, self._reserved, self._reserves, self._emptiest, self._unheard):
             known.pop(instance, None)
         if (joined := self._joined.pop(instance, None)) is not None:
-            self._left.append(joined)
+            # Whoever came last counts, whoever went last.
+            self._left = sorted([*self._left, joined], key=lambda arrival: arrival[0])[-JOINED:]
         self._compared = None
         self._smallest.clear()
 
@@ -231,7 +232,7 @@ class Balanced(ShortestQueue):
             return None
         memory, reserve = self.memory(load.instance), self.reserve(load.instance)
         known = self._comparable_speed(load.instance) is not None
-        engine = Engine(speed, load.max_running, starts_s, memory, reserve, known)
+        engine = Engine(speed, load.max_running, starts_s, memory, reserve, known, load.price_per_h)
         if known and not load.reserved:
             number, _ = self._joined.get(load.instance) or (self._arrivals, engine)
             self._arrivals += number == self._arrivals

@@ -148,6 +148,7 @@ class Balancing:
             tokens_per_s=instance.tokens_per_s,
             pending=self.pending(instance),
             reserved=instance.reserved,
+            price_per_h=instance.price_per_h,
         )
 
     def slower(self, instances: Iterable[Instance]) -> dict[str, float]:

@@ -10,11 +10,13 @@ No constant of any model or machine is in it, and it knows no socket, cloud or c
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.rollout.offload import Predictor, StepTimes
+from penstock.rollout.offload import StepTimes
+from penstock.rollout.other_fleets import Predictor
 
 __all__ = ["FleetSize", "FleetSizeConfig"]
 
@@ -91,6 +93,8 @@ class FleetSize:
         """Reserved engines generate while the trainer trains, as far as the last step tells."""
         self._losses = 0.0
         self._instance_h = FIRST_H
+        self._predictor: Predictor | None = None
+        self._predicted: dict[int, float | None] = {}
         self.unpaid = 0
         """Instances that are there at no cost to the budget: nobody here has asked for them."""
         self.wanted = max(self._floor, min(config.ceiling, self._affordable, config.first))
@@ -105,8 +109,6 @@ class FleetSize:
         """Changes against the one before, less those that went on; they are forgotten little by little."""
         self._decided = False
         """The first larger number that is known to be better is taken at once."""
-        self._predictor: Predictor | None = None
-        self._predicted: dict[int, float | None] = {}
 
     def ended(self, times: StepTimes, predictor: Predictor | None = None, beside: bool = False) -> int:
         """Learns from a step as `learn_step`, and returns the number wanted from here on.
@@ -170,17 +172,24 @@ class FleetSize:
     def _replayed(self, instances: int) -> float | None:
         """None where nobody can say."""
         if self._predictor is not None and instances not in self._predicted:
-            raise _NotReplayed(instances, self._predictor(instances))
+            raise _NotReplayed(instances, self._predictor.seconds(instances))
         return self._predicted.get(instances)
 
     def step_cost(self, instances: int) -> float:
         """Dollars, the worth of time included."""
         config = self.config
-        hourly = config.reserved_price + config.hour_worth + instances * config.instance_price
+        hourly = config.reserved_price + config.hour_worth + sum(self._prices(instances))
         if hourly <= 0 and config.instance_price <= 0:
             # Where nothing costs anything, time alone counts.
             hourly = 1.0
         return hourly * self.step_s(instances) / 3600
+
+    def _prices(self, instances: int) -> Sequence[float]:
+        """Dollars an hour of each; those that stay first."""
+        if self._predictor is None:
+            return [self.config.instance_price] * instances
+        usual = self.config.instance_price
+        return [usual if price is None else price for price in self._predictor.prices(instances)]
 
     def learn(
         self, *, start_s: float | None = None, instance_price: float | None = None, unpaid: int | None = None
@@ -206,10 +215,21 @@ class FleetSize:
 
     @property
     def _affordable(self) -> int:
-        price = self.config.instance_price
-        # Three at 0.2 dollars are 0.6, whatever a quotient of floats says.
-        paid = self.config.ceiling if price <= 0 else int(min(1e9, self.config.budget_per_h / price * (1 + 1e-9)))
-        return self.unpaid + paid
+        config = self.config
+        if config.budget_per_h == math.inf:
+            return self.unpaid + config.ceiling
+        if self._predictor is None:
+            return self.unpaid + self._paid([config.instance_price] * config.ceiling)
+        prices = self._prices(config.ceiling)
+        # Some that cost nothing may have come since those were known.
+        free = max(self.unpaid, prices.count(0.0))
+        return free + self._paid([price for price in prices if price > 0])
+
+    def _paid(self, prices: Sequence[float]) -> int:
+        """Of instances with such prices, how many the hour's budget pays for."""
+        # Three at 0.2 dollars are 0.6, whatever a sum of floats says.
+        most = self.config.budget_per_h * (1 + 1e-9)
+        return sum(total <= most for total in itertools.accumulate(prices))
 
     @property
     def _floor(self) -> int:

@@ -85,9 +85,11 @@ class MachineSide:
             if instance.name
         ]
         orders = self.provisioning.tick(views, self._out.now, self._out.trainer_connected)
-        cordoned = self.provisioning.machines.cordoned
+        machines = self.provisioning.machines
+        cordoned, prices = machines.cordoned, machines.prices
         for instance in self._fleet:
             instance.cordoned = instance.peer in cordoned
+            instance.price_per_h = prices.get(instance.peer, 0.0)
         for peer, cause in orders.leave:
             leaving = self._fleet.get(peer)
             if leaving is not None:

@@ -16,20 +16,15 @@ having is `fleet_size`'s.
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.rollout.curves import Speed
+from penstock.rollout.facts import Facts, as_long_as, thinned
+from penstock.rollout.other_fleets import OtherFleets
 from penstock.rollout.plan import search
-from penstock.rollout.step_replay import NEARLY_ALL, Engine, Plan, Training, fastest_first
+from penstock.rollout.step_replay import NEARLY_ALL, Plan
 
-__all__ = ["Facts", "FixedWindow", "Learned", "Offload", "Predictor", "StepTimes", "Window", "WindowView"]
-
-Predictor = Callable[[int], Generator[None, None, float | None]]
-"""Seconds of a step with so many remote instances, worked out bit by bit, some milliseconds each; None where nobody can
-say."""
+__all__ = ["FixedWindow", "Learned", "Offload", "StepTimes", "Window", "WindowView"]
 
 CORRECTION = 0.3
 """Share of the last step's surprise that the next one makes up for: lengths differ from step to step by as much."""
@@ -57,28 +52,6 @@ DAMPING = 2.0
 more on one side is about a second less on the other, so that half the difference settles it."""
 STEPS = 4
 """Of which a plan takes the answers: a step's own are off by some per cent, and what grows does so by less."""
-CHANCE = 3.0
-"""Standard errors by which answers of two steps differ by chance; what differs by more has grown, or shrunk."""
-MOST_REPLAYED = 1024
-"""Samples in one replay: a plan takes some hundreds, each some microseconds a sample, and while one of them runs
-the manager does nothing else."""
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What a plan is made from; all of it measured or learned."""
-
-    groups: Sequence[Sequence[int]]
-    """Lengths of the last step's answers, by prompt."""
-    prompt_tokens: float
-    """Mean."""
-    remote: Sequence[Engine]
-    reserved: Sequence[Engine]
-    training: Training
-    earlier: Sequence[Sequence[int]] = ()
-    """Prompts of the steps before, like those of `groups`; the policy's own."""
-    joined: Sequence[Engine] = ()
-    """Remote ones that joined last, the newest first, whether they are there still or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,73 +282,10 @@ class Offload:
             steps = []
         return steps if steps and steps[-1] == groups else [*steps, groups][-STEPS:]
 
-    def predictor(self) -> Predictor | None:
+    def predictor(self) -> OtherFleets | None:
         """For steps with other numbers of instances. It goes by what is known now, whatever is learned while it is
         asked; None before anything is known."""
-        facts, plans = self.facts, dict(self.plans)
+        facts = self.facts
         if facts is None or not (facts.remote or facts.reserved):
             return None
-        # Fewer are taken to be the fastest ones, and more to be like those that joined last: those there are may be
-        # what was kept of many.
-        there = fastest_first(facts.remote, facts.prompt_tokens, facts.groups)
-        further = list(facts.joined) or there or facts.reserved[:1]
-
-        def predicted(instances: int) -> Generator[None, None, float | None]:
-            more = [further[k % len(further)] for k in range(instances - len(there))]
-            remote, near = [*there[:instances], *more], plans.get(instances)
-            if not (remote or facts.reserved):
-                return None
-            step_s: float | None = None
-            groups, tokens, training = facts.groups, facts.prompt_tokens, facts.training
-            for best in search(groups, tokens, remote, facts.reserved, training, near, facts.earlier):
-                step_s = best.step_s if best is not None else None
-                yield
-            return step_s
-
-        return predicted
-
-
-def as_long_as(step: Sequence[Sequence[int]], last: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    """An earlier step's lengths, by prompt. Where the last one's mean differs by more than chance they are multiplied
-    to have it: what such answers are like is still known, how long they are is not."""
-    before, now = ([statistics.fmean(row) for row in rows] for rows in (step, last))
-    mean, wanted = statistics.fmean(before), statistics.fmean(now)
-    error = math.hypot(*(statistics.stdev(means) / math.sqrt(len(means)) for means in (before, now) if len(means) > 1))
-    if not mean or abs(wanted - mean) <= CHANCE * error:
-        return step
-    return [[round(length * wanted / mean) for length in row] for row in step]
-
-
-def thinned(facts: Facts, most: int = MOST_REPLAYED) -> Facts:
-    """A step of at most so many samples that takes as long as the given one, up to chance.
-
-    Of every `f` prompts one is kept, on machines with 1/f of the places whose every token costs f times as much.
-    """
-    groups = facts.groups
-    samples = sum(len(row) for row in groups)
-    f = -(-samples // most)
-    if f <= 1:
-        return facts
-
-    def scaled(engine: Engine) -> Engine:
-        speed = engine.speed
-        slower = Speed(speed.base_s, f * speed.sequence_s, f * speed.context_s, f * speed.prefill_s)
-        places = max(1, round(engine.places / f))
-        return replace(engine, speed=slower, places=places, memory=engine.memory / f)
-
-    training = facts.training
-    fewer = max(1, round(training.micro_batch_samples / f))
-    return Facts(
-        groups[::f],
-        facts.prompt_tokens,
-        [scaled(engine) for engine in facts.remote],
-        [scaled(engine) for engine in facts.reserved],
-        training=replace(
-            training,
-            token_s=f * training.token_s,
-            micro_batch_samples=fewer,
-            ahead_token_s=f * training.ahead_token_s,
-            ahead_samples=max(1, round(training.ahead_samples / f)),
-        ),
-        joined=[scaled(engine) for engine in facts.joined],
-    )
+        return OtherFleets.of(facts, dict(self.plans))

@@ -101,6 +101,15 @@ class Provision:
         return {peer for machine in self._machines if not machine.counts for peer in machine.peers}
 
     @property
+    def prices(self) -> dict[str, float | None]:
+        """Dollars an hour, by peer, of each instance on a machine; None where nobody has told."""
+        return {
+            peer: None if (price := machine.known_price) is None else price / len(machine.peers)
+            for machine in self._machines
+            for peer in machine.peers
+        }
+
+    @property
     def by_hand(self) -> int:
         """Remote instances that are connected, or were a moment ago, and are on none of the machines."""
         return self._by_hand.number

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.observe.events import Event, FleetSized
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
-from penstock.rollout.offload import Predictor
+from penstock.rollout.other_fleets import Predictor
 from penstock.rollout.provision import Provision
 from penstock.rollout.provision_types import InstanceView, Machine, MachineState, Orders, ProvisionConfig
 from penstock.rollout.provision_use import Use

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from penstock.rollout.balance import BalancePolicy, InstanceLoad
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.batch import Batch, TrackedSample
+from penstock.rollout.facts import Facts
 from penstock.rollout.fleet import Instance
-from penstock.rollout.offload import Facts, Offload
+from penstock.rollout.offload import Offload
 from penstock.rollout.step_replay import ONE_BY_ONE, Engine, Plan, Training
 
 __all__ = ["StepAnswers", "StepPlans", "Thought"]

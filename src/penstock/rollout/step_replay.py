@@ -25,10 +25,10 @@ __all__ = [
     "Limits",
     "Plan",
     "Training",
-    "fastest_first",
     "first_ones",
     "limited",
     "replay",
+    "slowness",
 ]
 
 SLIVER = 1e-3
@@ -56,6 +56,8 @@ class Engine:
     """Tokens of it that are kept free for each sequence to grow when another is let in."""
     known: bool = True
     """The speed is its own, and not that of others like it."""
+    price_per_h: float | None = None
+    """Dollars; 0 where nobody here pays for it, None where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,10 +412,9 @@ def _compared(engines: Sequence[Engine], context: float) -> list[Beside]:
     return [next(known) if engine.known else Beside() for engine in engines]
 
 
-def fastest_first(engines: Sequence[Engine], prompt_tokens: float, groups: Sequence[Sequence[int]]) -> list[Engine]:
-    """In the order of speed with such answers; those that are alike as they were."""
-    known = _compared(engines, _typical_context(groups, prompt_tokens))
-    return [engine for _, engine in sorted(zip(known, engines), key=lambda pair: pair[0].slower)]
+def slowness(engines: Sequence[Engine], prompt_tokens: float, groups: Sequence[Sequence[int]]) -> list[float]:
+    """Times as long as the fastest one's each engine's decode step takes with such answers; 1 where they are alike."""
+    return [beside.slower for beside in _compared(engines, _typical_context(groups, prompt_tokens))]
 
 
 def _typical_context(groups: Sequence[Sequence[int]], prompt_tokens: float) -> float:

@@ -28,7 +28,8 @@ from penstock.errors import ConfigError
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report, ShortestQueue, load_policy
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
-from penstock.rollout.offload import Offload, Predictor, StepTimes, Window, WindowView
+from penstock.rollout.offload import Offload, StepTimes, Window, WindowView
+from penstock.rollout.other_fleets import Predictor
 from penstock.rollout.step_replay import Plan
 from penstock.simulate.profiles import Profile
 from penstock.simulate.strategy import FixedSize, SizePolicy, Strategy, WindowPolicy

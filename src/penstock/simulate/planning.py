@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.rollout.balanced import Balanced
-from penstock.rollout.offload import Facts, Offload
+from penstock.rollout.facts import Facts
+from penstock.rollout.offload import Offload
 from penstock.rollout.step_replay import Engine, Training
 from penstock.simulate.machine import Machine
 

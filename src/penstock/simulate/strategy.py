@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.rollout.balance import BalancePolicy
-from penstock.rollout.offload import Predictor, StepTimes, Window, WindowView
+from penstock.rollout.offload import StepTimes, Window, WindowView
+from penstock.rollout.other_fleets import Predictor
 
 __all__ = ["FixedSize", "SizePolicy", "Strategy", "WindowPolicy"]
 

@@ -317,9 +317,18 @@ class World:
         self.dispatch()
 
     def loads(self, machines: list[Machine]) -> list[InstanceLoad]:
+        spot = self.strategy.spot
         return [
-            InstanceLoad(m.name, m.samples, m.profile.max_running, m.tokens_per_s, len(m.pending), not m.remote)
-            for m in machines
+            InstanceLoad(
+                instance=machine.name,
+                samples=machine.samples,
+                max_running=machine.profile.max_running,
+                tokens_per_s=machine.tokens_per_s,
+                pending=len(machine.pending),
+                reserved=not machine.remote,
+                price_per_h=self.profile.price_per_h(machine.name, spot) if machine.remote else None,
+            )
+            for machine in machines
         ]
 
     def _report(self) -> None:
