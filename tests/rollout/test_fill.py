@@ -42,6 +42,24 @@ class Backwards(ShortestQueue):
         return [len(loads) - 1] * min(queue.waiting, max(0, 2 - loads[-1].samples)) if loads else []
 
 
+class Company(ShortestQueue):
+    """Lets an instance hold the more, the fewer it was shown together with last."""
+
+    def __init__(self, max_pending: int) -> None:
+        super().__init__(max_pending)
+        self.company: dict[str, int] = {}
+
+    def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
+        self.company.update((load.instance, len(loads)) for load in loads)
+        return super().assign(queue, loads)
+
+    def fill(self, queue: Queue, load: InstanceLoad) -> int:
+        return super().fill(queue, load)
+
+    def room(self, load: InstanceLoad) -> int:
+        return max(1, PLACES + 2 - self.company.get(load.instance, 0))
+
+
 class Greedy(ShortestQueue):
     def fill(self, queue: Queue, load: InstanceLoad) -> int:
         return self.max_pending
@@ -63,7 +81,7 @@ def held(world: World) -> dict[str, list[tuple[int, int]]]:
 Happening = st.one_of(
     st.tuples(st.just("play"), st.integers(0, 5), st.integers(1, 8)),
     st.tuples(
-        st.sampled_from(["join", "crash", "turn", "turn", "lose", "tick", "submit", "short"]),
+        st.sampled_from(["join", "crash", "turn", "turn", "lose", "tick", "submit", "short", "version"]),
         st.integers(0, 5),
         st.integers(1, 40),
     ),
@@ -71,7 +89,7 @@ Happening = st.one_of(
 
 
 @settings(max_examples=1500, deadline=None)
-@given(st.lists(Happening, max_size=60), st.sampled_from([Balanced, ShortestQueue]))
+@given(st.lists(Happening, max_size=60), st.sampled_from([Balanced, ShortestQueue, Company]))
 def test_samples_go_where_they_would_if_all_instances_were_looked_at(
     happenings: list[tuple[str, int, int]], policy: type[ShortestQueue]
 ) -> None:
@@ -83,15 +101,20 @@ def test_samples_go_where_they_would_if_all_instances_were_looked_at(
     for number, (what, which, count) in enumerate(happenings):
         for world in worlds:
             agents = list(world.agents.values())
+            version = world.manager.versions.latest
             if what == "join":
                 world.join_ready(f"late-{number}", max_running=count % 5 + 1)
+            elif what == "version":
+                world.publish(version + 1)
             elif what == "turn":
                 for k in range(count % 8):
                     name = turn_batch(SampleId(f"talk-{number}", k, 0), 2)
-                    world.trainer(submit(name, prompts=[(1, 2)], max_new_tokens=8 if which % 2 else 3))
+                    longest = 8 if which % 2 else 3
+                    world.trainer(submit(name, prompts=[(1, 2)], max_new_tokens=longest, version=version))
             elif what in ("submit", "short"):
                 longest = 8 if what == "submit" else 4
-                world.trainer(submit(f"b-{number}", prompts=[(1, 2)] * count, max_new_tokens=longest))
+                prompts = [(1, 2)] * count
+                world.trainer(submit(f"b-{number}", prompts=prompts, max_new_tokens=longest, version=version))
             elif what == "tick":
                 world.pass_time(0.01)
             elif what == "crash" and len(agents) > 1:
@@ -130,6 +153,25 @@ def test_what_is_kept_for_who_is_coming_is_not_given_out_place_by_place(
         kept.append(waiting)
     assert kept[0] == kept[1]
     assert kept[0][0] > 0 or kept[0][1] > 0
+
+
+def test_what_is_kept_for_who_is_coming_holds_nobody_back_for_whom_nothing_is_kept() -> None:
+    found = []
+    for filled in (True, False):
+        world = world_of(ShortestQueue, agents=2)
+        world.manager.balancing.fills &= filled
+        world.trainer(submit(prompts=[(1, 2)] * 8, max_new_tokens=6))
+        for k in range(5):
+            world.join(f"late-{k}", max_running=PLACES)
+        world.trainer(submit("train-1", prompts=[(1, 2)] * 6, max_new_tokens=6))
+        name = turn_batch(SampleId("talk", 0, 0), 2)
+        world.trainer(submit(name, prompts=[(1, 2)], max_new_tokens=6))
+        assert [batch.name for batch in world.manager.tracker.waiting()] == ["train-1", name]
+        first = next(iter(world.agents.values()))
+        while not world.delivered:
+            world.play(first, 1)
+        found.append([batch.name for batch in world.manager.tracker.waiting()])
+    assert found == [["train-1"], ["train-1"]], "the turn has the place"
 
 
 def test_a_sample_that_ends_costs_a_look_at_its_own_instance_while_others_wait() -> None:
@@ -177,6 +219,46 @@ def test_who_has_both_or_the_later_word_is_asked() -> None:
     assert [fills(one) for one in (ShortestQueue(4), Balanced(4), Counting(4), Later(4))] == [True] * 4
     assert not fills(Backwards(4))
     assert not fills(Bare())  # type: ignore[arg-type]
+
+    class Named(ShortestQueue):
+        fill = 0.9  # type: ignore[assignment]
+
+    assert not fills(Named(4))
+
+
+@pytest.mark.parametrize("method", ["weight", "room", "handicap"])
+def test_what_is_no_number_is_named_where_one_instance_alone_is_looked_at(method: str) -> None:
+    class Odd(ShortestQueue):
+        pass
+
+    setattr(Odd, method, lambda self, load: float("nan"))
+    with pytest.raises(PolicyError, match=rf"Odd\.{method} gave \[nan\]; each must be"):
+        ask_fill(Odd(4), Queue(fresh=2, moved=1, coming=1), InstanceLoad("one", 0, 4))
+
+
+def test_suspects_and_moved_turns_cost_no_look_at_all_instances_for_each_sample_that_ends() -> None:
+    world = world_of(Counting, agents=8)
+    policy = world.manager.policy
+    assert isinstance(policy, Counting)
+    for k in range(60):
+        world.trainer(submit(turn_batch(SampleId("talk", k, 0), 2), prompts=[(1, 2)], max_new_tokens=6))
+    first, *others = list(world.agents.values())
+    world.play(first, 1)
+    for agent in others[:3]:
+        # With no token yet: those that ran there are suspects, and those that waited are moved.
+        world.send(agent, Goodbye(cause="a fault", engine_failed=True))
+    assert any(batch.suspects for batch in world.manager.tracker.waiting())
+    assert sum(bool(batch.moved) for batch in world.manager.tracker.waiting()) > 1
+    before, ended = policy.asked, len(world.delivered)
+    world.pass_time(0.01)
+    assert policy.asked - before < 10, "what waits is alike"
+    before = policy.asked
+    for agent in (first, *others[3:]):
+        world.play(agent, 8)
+    assert len(world.delivered) - ended > 10
+    assert policy.asked - before < 10
+    world.play_out()
+    assert len(world.delivered) == 60
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,9 @@ def test_what_is_kept_of_batches_that_went_does_not_grow_while_others_overlap() 
         batch.next_fresh = batch.samples
     assert list(held.waiting()) == []
     assert list(held.waiting()) == []
-    assert len(held._may_wait) <= open_batches.LISTED, "nobody waits, and few are looked at"
+    assert sum(len(line.ages) for line in held._lines.values()) <= open_batches.LISTED, (
+        "nobody waits, and few are looked at"
+    )
 
 
 # ---- conversations on the manager

@@ -40,7 +40,8 @@ def fills(policy: BalancePolicy) -> bool:
     fill, assign = (
         next((k for k, kind in enumerate(kinds) if name in vars(kind)), len(kinds)) for name in ("fill", "assign")
     )
-    return fill <= assign < len(kinds)
+    # It may have a word of its own by that name.
+    return fill <= assign < len(kinds) and callable(getattr(policy, "fill", None))
 
 
 def ask_fill(policy: BalancePolicy, queue: Queue, load: InstanceLoad) -> int:

@@ -214,11 +214,12 @@ class ShortestQueue:
         """
         if queue.near >= 0:
             return int(self._takes_turn(load, *self._all_held))
-        room = self.room(load)
+        (room,) = self._rooms_of([load])
         moved = max(0, min(queue.moved, room - load.samples))
         if queue.coming:
+            (weight,), (handicap,) = self._weights_of([load]), self._handicaps_of([load])
             held, weights = self._all_with_coming
-            room = min(room, _share((held + queue.fresh) / weights, self.weight(load), self.handicap(load)))
+            room = min(room, _share((held + queue.fresh) / weights, weight, handicap))
         return math.ceil(moved + max(0, min(queue.fresh, room - load.samples - moved)))
 
     def order(self, output_tokens: Sequence[int], prompts: Sequence[int]) -> list[int]:
@@ -277,16 +278,22 @@ class ShortestQueue:
             raise PolicyError(f"{type(self).__qualname__}.weight gave {weights}; each must be above 0, and finite")
         return weights
 
-    def _spread(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
-        moved, fresh = queue.moved, queue.fresh
-        held = [load.samples for load in loads]
-        weights = self._weights_of(loads)
+    def _rooms_of(self, loads: Sequence[InstanceLoad]) -> list[int]:
         rooms = [self.room(load) for load in loads]
         if not _are_numbers(rooms):
             raise PolicyError(f"{type(self).__qualname__}.room gave {rooms}; each must be a number")
+        return rooms
+
+    def _handicaps_of(self, loads: Sequence[InstanceLoad]) -> list[float]:
         handicaps = [self.handicap(load) for load in loads]
         if not _are_numbers(handicaps) or not all(map(math.isfinite, handicaps)):
             raise PolicyError(f"{type(self).__qualname__}.handicap gave {handicaps}; each must be a finite number")
+        return handicaps
+
+    def _spread(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
+        moved, fresh = queue.moved, queue.fresh
+        held = [load.samples for load in loads]
+        weights, rooms, handicaps = self._weights_of(loads), self._rooms_of(loads), self._handicaps_of(loads)
         picks = _deal(moved, held, weights, rooms, handicaps) if moved else []
         if len(picks) == moved:
             if queue.coming and loads:

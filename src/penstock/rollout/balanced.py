@@ -163,6 +163,7 @@ class Balanced(ShortestQueue):
         self.curves.pop(instance, None)
         for known in (self._memory, self._weights, self._reserved, self._reserves, self._emptiest, self._unheard):
             known.pop(instance, None)
+        self._beside.pop(instance, None)
         if (joined := self._joined.pop(instance, None)) is not None:
             # Whoever came last counts, whoever went last.
             self._left = sorted([*self._left, joined], key=lambda arrival: arrival[0])[-JOINED:]
@@ -302,7 +303,9 @@ class Balanced(ShortestQueue):
         those = prompt_tokens, [load.instance for load in loads]
         if those != self._compared:
             self._compared = those
-            self._beside = self._besides(loads, self.lengths.mean_progress + prompt_tokens)
+            found = self._besides(loads, self.lengths.mean_progress + prompt_tokens)
+            # Those that were not shown may be asked about (`fill`) beside those that they were shown with.
+            self._beside.update((load.instance, found.get(load.instance, FASTEST)) for load in loads)
 
     def _besides(self, loads: Sequence[InstanceLoad], context: float) -> dict[str, Beside]:
         """Instances of each kind beside one another; not those of which too little is known."""

@@ -161,6 +161,8 @@ class Batch:
     """The larger, the later it was taken up."""
     listed: bool = False
     """It is looked at for samples that wait (`OpenBatches`)."""
+    struck: bool = False
+    """One of its samples had a strike."""
     placed: int = 0
     finished: int = 0
     failed: int = 0
@@ -248,6 +250,11 @@ class Batch:
     @property
     def waiting(self) -> int:
         return self.fresh + len(self.moved) + len(self.suspects)
+
+    @property
+    def assignable(self) -> int:
+        """Those of them that are no suspects: a policy says where they go."""
+        return self.fresh + len(self.moved)
 
     @property
     def ended(self) -> bool:

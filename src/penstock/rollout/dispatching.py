@@ -7,7 +7,9 @@ Refuses to know sockets, and what makes it be asked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from penstock.observe.events import SamplesMoved
 from penstock.rollout.balance import InstanceLoad
@@ -28,6 +30,16 @@ LATELY_S = 0.1
 """What the policy knows of all instances is as good as new for so long: from one tick to the next."""
 
 _Rows = dict[str, list[TrackedSample]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A batch of which samples wait, since no instance had room for them."""
+
+    coming: int
+    """Instances that were."""
+    shown: tuple[str, ...]
+    """Those that were looked at; the same object for the same ones."""
 
 
 class Dispatching:
@@ -56,32 +68,44 @@ class Dispatching:
         self._out = outbox
         self._batch = batch
         self._most_pending = most_pending
-        self._left: dict[str, int] = {}
-        """Batches whose samples wait since no instance has room for them; and how many instances were coming."""
+        self._left: dict[str, _Left] = {}
+        """By batch, since all instances were looked at."""
+        self._suspected = False
+        """Suspects waited then; further ones come with a look at all."""
+        self._shown: dict[tuple[str, ...], tuple[str, ...]] = {}
+        """Instances that the policy was shown together since then."""
+        self._shown_in: dict[str, tuple[str, ...]] = {}
+        """With whom each was shown last: what the policy knows of it holds beside those."""
         self._settled = False
         """Since `give` looked at everything, nothing has changed but what `fill` and `offer` have seen to."""
         self._looked_at = NO_VERSION, float("-inf")
         """For samples of which version all instances were looked at last, and when."""
-        self._kept_for = NO_VERSION
-        """The version of which some were coming then."""
+        self._kept_of = ""
+        """The batch of which the policy kept something for instances that were coming, last."""
 
     def give(self) -> None:
         """Gives waiting samples to instances, oldest batch first."""
         rows: _Rows = {}
-        refused: dict[int, int] = {}
+        refused: dict[int, tuple[int, _Left]] = {}
         """Context, by version, of the least demanding lone sample that found no room."""
         self._versions.turn(self._out.now)
-        self._left.clear()
+        self._suspected = False
+        for told in (self._left, self._shown, self._shown_in):
+            told.clear()
         for batch in self._tracker.waiting():
-            # Turns of conversations are batches of one, and many: they are alike but for the context that they need.
+            # Turns of conversations are batches of one, and many.
             lone = _is_lone(batch)
-            if lone and batch.context_tokens >= refused.get(batch.version, batch.context_tokens + 1):
-                self._left[batch.name] = 0
+            least, left = refused.get(batch.version, (math.inf, None))
+            if lone and left is not None and batch.context_tokens >= least:
+                self._left[batch.name] = left
                 continue
             self._try_suspects(batch, rows)
+            self._suspected |= bool(batch.suspects)
+            if not batch.assignable:
+                continue
             self._deal(batch, rows)
-            if lone and batch.waiting:
-                refused[batch.version] = batch.context_tokens
+            if lone and batch.assignable:
+                refused[batch.version] = batch.context_tokens, self._left[batch.name]
         self._start(rows)
         self._settled = True
 
@@ -96,18 +120,24 @@ class Dispatching:
             self.give()
             return
         rows: _Rows = {}
-        for batch in self._tracker.waiting():
-            coming = self._left.get(batch.name)
-            if coming is None or batch.suspects or (coming and batch.version != self._kept_for):
+        full = False
+        for batch in self._tracker.waiting(instance.version):
+            if not self._may_take(instance, batch):
+                continue
+            if batch.suspects:
+                self._try_suspect(batch, self._balancing.load(instance), rows)
+            if full or not batch.assignable:
+                continue
+            coming = self._knows(batch, instance)
+            if coming is None:
                 self._start(rows)
                 self.give()
                 return
-            if not self._may_take(instance, batch):
-                continue
             for _ in range(self._balancing.fill(batch, instance, coming)):
                 self._place(batch, instance.id, rows)
-            if batch.waiting:
-                # It has no room for any further one.
+            # It has no room for any further one.
+            full = batch.assignable > 0 and not coming
+            if full and not self._suspected:
                 break
         self._start(rows)
 
@@ -177,22 +207,35 @@ class Dispatching:
         picks = self._balancing.assign(batch, loads, coming, near, self._windows.elapsed_s())
         for pick in picks:
             self._place(batch, loads[pick].instance, rows)
-        if batch.waiting:
-            self._left[batch.name] = coming
+        names = tuple(load.instance for load in loads)
+        shown = self._shown.setdefault(names, names)
+        self._shown_in.update(dict.fromkeys(shown, shown))
+        if batch.assignable:
+            self._left[batch.name] = _Left(coming, shown)
         if loads:
             # Of none nothing is known that would hold for another turn.
             self._looked_at = batch.version, self._out.now
         if coming:
-            self._kept_for = batch.version
+            self._kept_of = batch.name
+
+    def _knows(self, batch: Batch, instance: Instance) -> int | None:
+        """Instances that were coming when the policy was asked for a batch; None where what it knows of the batch or
+        the instance, it knows from a look at others."""
+        left = self._left.get(batch.name)
+        if left is None or self._shown_in.get(instance.id) is not left.shown:
+            return None
+        return None if left.coming and batch.name != self._kept_of else left.coming
 
     def _try_suspects(self, batch: Batch, rows: _Rows) -> None:
         """Gives each instance one of the samples that may have killed another, where its trial begins soonest."""
-        if not batch.suspects:
-            return
-        for load in sorted(self._loads(batch), key=lambda load: load.samples - load.max_running):
-            room = load.samples < load.max_running + self._most_pending
-            if batch.suspects and room and self._tracker.may_try(load.instance):
-                self._place(batch, load.instance, rows)
+        if batch.suspects:
+            for load in sorted(self._loads(batch), key=lambda load: load.samples - load.max_running):
+                self._try_suspect(batch, load, rows)
+
+    def _try_suspect(self, batch: Batch, load: InstanceLoad, rows: _Rows) -> None:
+        room = load.samples < load.max_running + self._most_pending
+        if batch.suspects and room and self._tracker.may_try(load.instance):
+            self._place(batch, load.instance, rows)
 
     def _place(self, batch: Batch, instance: str, rows: _Rows) -> None:
         sample = self._tracker.place(batch, instance)
@@ -236,4 +279,5 @@ class Dispatching:
 
 
 def _is_lone(batch: Batch) -> bool:
-    return batch.samples == batch.fresh == 1
+    """A single sample that waits: all of them are alike but for the context that they need."""
+    return batch.samples == 1 == batch.assignable

@@ -6,9 +6,11 @@ thousands, of which hardly any has samples waiting. Refuses to know samples, ins
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from penstock.rollout.batch import Batch
 
@@ -20,6 +22,15 @@ HANDED = 64
 """Removed batches whose progress is not handed down yet, beside as many as are open."""
 
 
+@dataclass(slots=True)
+class _Line:
+    """Batches of one weight version that may be waiting."""
+
+    ages: list[int] = field(default_factory=list)
+    """Of every batch with samples that wait, and of some without, be they gone."""
+    in_order: bool = True
+
+
 class OpenBatches:
     """`newest_age`: of the batch that was taken up last."""
 
@@ -27,9 +38,8 @@ class OpenBatches:
         self.newest_age = 0
         self._batches: dict[str, Batch] = {}
         self._by_age: dict[int, Batch] = {}
-        self._may_wait: list[int] = []
-        """Ages of every batch with samples that wait, and of some without, be they gone."""
-        self._sorted = True
+        self._lines: dict[int, _Line] = {}
+        """By weight version: instances hold one, and need not look at what they can't take."""
         self._handed: list[tuple[float, float]] = []
         """(submitted, progress) of removed batches, still to be handed down."""
 
@@ -74,30 +84,43 @@ class OpenBatches:
         """Samples of it wait, or did a moment ago."""
         if not batch.listed:
             batch.listed = True
-            self._sorted &= not self._may_wait or self._may_wait[-1] < batch.age
-            self._may_wait.append(batch.age)
+            line = self._lines.setdefault(batch.version, _Line())
+            line.in_order &= not line.ages or line.ages[-1] < batch.age
+            line.ages.append(batch.age)
 
-    def waiting(self) -> Iterator[Batch]:
-        """Those with samples that wait, oldest first."""
-        if not self._sorted:
-            self._may_wait, self._sorted = sorted(self._may_wait), True
-        ages, found = self._may_wait, 0
+    def waiting(self, version: int | None = None) -> Iterator[Batch]:
+        """Those with samples that wait, oldest first; of one version alone, or of all."""
+        if version is not None:
+            return self._waiting_of(version)
+        if len(self._lines) == 1:
+            return self._waiting_of(next(iter(self._lines)))
+        return heapq.merge(*map(self._waiting_of, list(self._lines)), key=lambda batch: batch.age)
+
+    def _waiting_of(self, version: int) -> Iterator[Batch]:
+        line = self._lines.get(version)
+        if line is None:
+            return
+        if not line.in_order:
+            line.ages, line.in_order = sorted(line.ages), True
+        ages, found = line.ages, 0
         for index in range(len(ages)):
             batch = self._by_age.get(ages[index])
             if batch is not None and batch.waiting:
                 found += 1
                 yield batch
-        if len(ages) > 2 * found + LISTED and ages is self._may_wait:
-            self._prune()
+        if (len(ages) > 2 * found + LISTED or not found) and ages is line.ages and self._lines.get(version) is line:
+            self._prune(version)
 
-    def _prune(self) -> None:
+    def _prune(self, version: int) -> None:
         """Into another list: somebody may be going through this one."""
-        before, self._may_wait = self._may_wait, []
-        for age in before:
+        before, line = self._lines.pop(version), _Line()
+        for age in before.ages:
             if (batch := self._by_age.get(age)) is not None:
                 batch.listed = batch.waiting > 0
                 if batch.listed:
-                    self._may_wait.append(age)
+                    line.ages.append(age)
+        if line.ages:
+            self._lines[version] = line
 
     # ---- progress
 

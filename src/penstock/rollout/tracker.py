@@ -151,9 +151,9 @@ class Tracker:
         """Open batches, oldest first."""
         return iter(self._open)
 
-    def waiting(self) -> Iterator[Batch]:
-        """Those of the open batches that have samples waiting, oldest first."""
-        return self._open.waiting()
+    def waiting(self, version: int | None = None) -> Iterator[Batch]:
+        """Those of the open batches, or of one weight version's, that have samples waiting, oldest first."""
+        return self._open.waiting(version)
 
     def since(self, age: int) -> Iterator[Batch]:
         """Open batches that were taken up after one of such an age, newest first."""
@@ -179,7 +179,7 @@ class Tracker:
         for sample in list(self._placed_of(removed)):
             del self._placed[sample.instance][sample.lease]
             stopped.setdefault(sample.instance, []).append(sample.lease)
-        for struck in self._strikes_of.values():
+        for struck in self._strikes_of.values() if removed.struck else ():
             struck[:] = [sample for sample in struck if sample.batch is not removed]
         return stopped
 
@@ -500,6 +500,7 @@ class Tracker:
 
     def _strike(self, sample: TrackedSample) -> None:
         sample.strikes += 1
+        sample.batch.struck = True
         self._strikes_of.setdefault(sample.instance, []).append(sample)
         while len(self._strikes_of) > STRIKES_KNOWN:
             del self._strikes_of[next(iter(self._strikes_of))]

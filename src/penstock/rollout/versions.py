@@ -125,14 +125,17 @@ class Versions:
             return NO_VERSION
         # An instance's context is not known for sure before it has loaded a model.
         room = instance.max_context_tokens if instance.version != NO_VERSION else None
-        waited_for = [
-            batch.version
-            for batch in self._tracker.waiting()
-            if batch.version in self._sources and (room is None or room >= batch.context_tokens)
-        ]
-        if instance.version in waited_for and not instance.turning:
+
+        def waited_for(version: int | None = None) -> int:
+            for batch in self._tracker.waiting(version):
+                if batch.version in self._sources and (room is None or room >= batch.context_tokens):
+                    return batch.version
             return NO_VERSION
-        return waited_for[0] if waited_for else self.latest
+
+        if not instance.turning and instance.version != NO_VERSION and waited_for(instance.version) != NO_VERSION:
+            return NO_VERSION
+        oldest = waited_for()
+        return self.latest if oldest == NO_VERSION else oldest
 
     def orders(self, now: float) -> list[tuple[Instance, LoadWeights]]:
         """Loads to begin now, failed ones that are due again included. The fleet takes note of them."""
