@@ -44,7 +44,7 @@ class Box:
     alive: bool = True
     connected: bool = False
     samples: int = 0
-    slower: float | None = 1.0
+    rate: float | None = 1.0
     told: bool = False
     left: set[str] = field(default_factory=set)
     """Peers of its agents that were told to leave."""
@@ -134,7 +134,7 @@ class World:
         return hand + [
             InstanceView(
                 *(peer, peer if k == 0 else f"gpu{k}", f"{box.id}.internal", False, True, False, box.samples),
-                slower=box.slower,
+                rate=box.rate,
             )
             for box in self.boxes.values()
             for k in range(self.agents)

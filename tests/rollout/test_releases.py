@@ -86,7 +86,7 @@ def test_the_order_is_one_whoever_comes_first_and_nobody_is_left_out() -> None:
 
 def test_a_budget_keeps_as_many_as_are_left_when_the_worst_have_gone() -> None:
     def machine(number: int, price_per_h: float, slower: float) -> Machine:
-        return Machine(number, price_per_h, 0.0, 0.0, MachineState.JOINED, slower=slower)
+        return Machine(number, price_per_h, 0.0, 0.0, MachineState.JOINED, instance_rate=1 / slower)
 
     purse = Purse(replace(CONFIG, budget_per_h=10.0))
     fast, slow = machine(0, 6.0, 1.0), [machine(k, 3.0, 4.0) for k in (1, 2)]
@@ -99,7 +99,7 @@ def test_a_budget_keeps_as_many_as_are_left_when_the_worst_have_gone() -> None:
 
 def test_who_is_wanted_again_is_the_best_of_those_that_were_to_go() -> None:
     world = grown(3)
-    world.boxes["m-1"].slower, world.boxes["m-2"].slower = 3.0, 2.0
+    world.boxes["m-1"].rate, world.boxes["m-2"].rate = 1 / 3, 1 / 2
     world.machines.want(1, world.now)
     while not world.changes("draining"):
         world.pass_time(1)
@@ -108,18 +108,17 @@ def test_who_is_wanted_again_is_the_best_of_those_that_were_to_go() -> None:
     assert world.alive() == ["m-2", "m-3"]
 
 
-@pytest.mark.parametrize(("agents", "known", "slower", "rate"), [(1, None, 3.0, 1 / 3), (2, 1.5, 1.5, 2 / 1.5)])
+@pytest.mark.parametrize(("agents", "known", "rate"), [(1, None, 0.3), (2, 0.6, 1.2)])
 def test_what_a_machine_does_is_what_all_its_instances_do_as_was_last_known(
-    agents: int, known: float | None, slower: float, rate: float
+    agents: int, known: float | None, rate: float
 ) -> None:
     world = grown(1, agents=agents)
-    world.boxes["m-1"].slower = 3.0
+    world.boxes["m-1"].rate = 0.3
     world.pass_time(1)
-    assert world.machine("m-1").rate == pytest.approx(agents / 3)
+    assert world.machine("m-1").rate == pytest.approx(agents * 0.3)
     # Another instance on it: of that nothing is known yet.
-    world.boxes["m-1"].slower = known
+    world.boxes["m-1"].rate = known
     world.pass_time(1)
-    assert world.machine("m-1").slower == pytest.approx(slower)
     assert world.machine("m-1").rate == pytest.approx(rate)
 
 
@@ -134,14 +133,15 @@ def test_a_price_that_nobody_has_told_is_taken_to_be_the_others_mean() -> None:
     assert replace(free, price_per_h=3.0, priced=False).known_price == 3.0
 
 
-def test_a_machine_is_as_slow_as_its_instances_and_says_so_when_it_goes() -> None:
+@pytest.mark.parametrize(("rate", "words"), [(0.4, "2.5 x"), (0.0, "over 20 x")])
+def test_a_machine_is_as_slow_as_its_instances_and_says_so_when_it_goes(rate: float, words: str) -> None:
     world = grown(2, works=False)
 
-    world.boxes["m-1"].slower = 3.0
+    world.boxes["m-1"].rate = rate
     world.machines.want(1, world.now)
     world.pass_time(CONFIG.cool_down_s + 3)
     assert world.alive() == ["m-2"]
-    assert "the same work costs 3.0 x as much on it" in world.changes("draining")[0].cause
+    assert f"the same work costs {words} as much on it" in world.changes("draining")[0].cause
 
 
 def test_the_manager_s_policy_tells_at_each_step_s_end_who_is_slow() -> None:
@@ -159,7 +159,7 @@ def test_the_manager_s_policy_tells_at_each_step_s_end_who_is_slow() -> None:
             policy.report(report_of(ident, speed, k, steps=10))
     world.beat(2, slow)
     machines = world.manager.provisioning.machines  # type: ignore[union-attr]
-    assert [machine.slower for machine in machines.machines] == [1.0, 1.0]
+    assert [machine.rate for machine in machines.machines] == [1.0, 1.0]
     world.trainer(StepReport(step=0, step_s=20.0, train_s=1.0, trainer_wait_s=19.0))
     world.beat(2, slow)
-    assert [machine.slower for machine in machines.machines] == [pytest.approx(2.5, rel=0.01), 1.0]
+    assert [machine.rate for machine in machines.machines] == [pytest.approx(0.4, rel=0.01), 1.0]

@@ -50,6 +50,20 @@ def test_engines_that_are_alike_but_for_chance_have_the_same_limits() -> None:
     assert known(7.0) == [Beside()]
 
 
+def test_what_a_slower_engine_does_beside_a_fast_one_is_less_than_its_speed_and_nothing_where_few_samples_are() -> None:
+    fast, slow = known(1.0, 2.0)
+    assert fast.rate(3) == fast.rate(math.inf) == 1.0
+    assert replace(slow, fit=math.inf).rate(math.inf) == 0.5, "nothing is known of the samples"
+    assert slow.rate(2) == slow.rate(0) == 0.0
+    found = [slow.rate(samples) for samples in (10, 20, 50, 200)]
+    assert found == sorted(found)
+    assert 0 < found[0] < found[-1] < 0.5
+    # As many as it is given, at its pace.
+    assert slow.rate(50) == pytest.approx(slow.samples(50) / 50 * 2**-PACE, rel=0.02)
+    tight = replace(slow, fit=20.0)
+    assert tight.rate(200) == tight.rate(20) == slow.rate(20)
+
+
 def test_a_slower_engine_s_pace_is_slower_by_less_than_it_is() -> None:
     fast, slow = known(1.0, 2.0)
     assert fast.samples(50) == 50
@@ -193,17 +207,21 @@ def test_fewer_machines_are_predicted_to_be_those_that_stay_and_more_like_those_
 
 
 def test_other_numbers_are_of_those_that_stay_by_price_and_speed_and_of_further_ones_at_their_own_price() -> None:
-    dear, cheap = replace(engine(), price_per_h=9.0), replace(engine(2.0), price_per_h=4.0)
+    dear, cheap = replace(engine(), price_per_h=9.0), replace(engine(2.0), price_per_h=2.0)
     by_hand, untold = replace(engine(3.0), price_per_h=0.0), replace(engine(), price_per_h=None)
 
-    def fleet(remote: list[Engine], joined: list[Engine]) -> OtherFleets:
-        return OtherFleets.of(Facts(GROUPS, 32, remote, [engine()], TRAINING, joined=joined), {})
+    def fleet(remote: list[Engine], joined: list[Engine], prompts: int = 32) -> OtherFleets:
+        return OtherFleets.of(Facts(GROUPS[:prompts], 32, remote, [engine()], TRAINING, joined=joined), {})
 
     other = fleet([dear, cheap, dear, by_hand, cheap], joined=[by_hand, cheap, dear])
     assert other.engines(5) == [by_hand, cheap, cheap, dear, dear]
-    assert other.prices(8) == [0.0, 4.0, 4.0, 9.0, 9.0, 4.0, 9.0, 4.0], "nobody can ask for one by hand"
-    assert fleet([cheap, replace(dear, price_per_h=7.0)], []).engines(1) == [replace(dear, price_per_h=7.0)]
-    assert fleet([cheap, untold, dear], []).engines(1) == [untold], "it may cost the mean, and is fast"
+    assert other.prices(8) == [0.0, 2.0, 2.0, 9.0, 9.0, 2.0, 9.0, 2.0], "nobody can ask for one by hand"
+    less = replace(dear, price_per_h=3.0)
+    assert fleet([cheap, less], []).engines(1) == [less]
+    assert fleet([cheap, dear], []).engines(1) == [cheap]
+    assert fleet([cheap, dear], [], prompts=2).engines(1) == [dear], "of so few samples a slow one is given none"
+    middling = replace(cheap, price_per_h=4.0)
+    assert fleet([middling, untold, dear], []).engines(1) == [untold], "it may cost the mean, and is fast"
     assert fleet([], [by_hand]).prices(2) == [None, None], "what one costs is not known from it"
     assert fleet([], []).engines(1) == [engine()]
     assert fleet([dear], []).prices(0) == []

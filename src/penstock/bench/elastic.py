@@ -49,6 +49,8 @@ ENOUGH_STEPS = 3
 
 ORDERS = ("ffff" + 12 * "s", 8 * "fs", "ssss" + 12 * "f")
 """Of fast and slow machines, as they are taken."""
+SLOW_PRICE = 0.4
+"""Of a fast machine's, for one that is slower by 2: cheaper by what both decode, and dearer by what a step gains."""
 NUMBERED_STEPS = 16
 MOST_CHANGES = 4
 """Up at first, down once speeds are known, and one try in between."""
@@ -291,17 +293,27 @@ def _unequal(quick: bool) -> list[Result]:
 def _unequal_numbers(quick: bool) -> list[Result]:
     """The number of machines that is asked for where those that come are of two speeds: whether it stands still."""
     usual = shipped(MODELS[0])
-    profile = usual.model_copy(update={"kinds": {"slow": usual.spot.slower_by(2.0)}})
+    return [
+        _numbered(usual, usual.prices.spot, quick, "unequal fleets"),
+        _numbered(usual, SLOW_PRICE * usual.prices.spot, quick, "unequal fleets and prices"),
+    ]
+
+
+def _numbered(usual: Profile, slow_price: float, quick: bool, name: str) -> Result:
+    prices = usual.prices.model_copy(update={"kinds": {"slow": slow_price}})
+    profile = usual.model_copy(update={"kinds": {"slow": usual.spot.slower_by(2.0)}, "prices": prices})
     changes: list[int] = []
+    notes: list[str] = []
     for order in ORDERS[:1] if quick else ORDERS:
         nodes = [f"{'fast' if kind == 'f' else 'slow'}:{k}" for k, kind in enumerate(order)]
         strategy = make_strategy("penstock", profile, ceiling=len(nodes))
         outcome = simulate(profile, static_trace(nodes, 1e9), strategy, steps=NUMBERED_STEPS)
         asked = [asked.wanted for asked in outcome.asked]
         changes.append(sum(one != other for one, other in itertools.pairwise(asked)))
-        progress(f"{profile.name}, {order}: {asked}, {outcome.tokens_per_dollar:,.0f} tokens per dollar")
-    what = f"unequal fleets, any number of machines: changes of the number in {NUMBERED_STEPS} steps, at most"
-    return [at_most(what, max(changes), MOST_CHANGES, "changes", note="of each: " + ", ".join(map(str, changes)))]
+        notes.append(f"{changes[-1]} with {outcome.tokens_per_dollar:,.0f} tokens per dollar")
+        progress(f"{profile.name}, {name}, {order}: {asked}, {notes[-1]}")
+    what = f"{name}, any number of machines: changes of the number in {NUMBERED_STEPS} steps, at most"
+    return at_most(what, max(changes), MOST_CHANGES, "changes", note="of each: " + ", ".join(notes))
 
 
 def _later_s(outcome: Outcome) -> float:

@@ -176,10 +176,12 @@ class Balanced(ShortestQueue):
 
     # ---- learned
 
-    def slower(self, loads: Sequence[InstanceLoad]) -> dict[str, float]:
-        """Times as long as the fastest one's of its kind an instance's decode step takes; of those alone of which
-        enough is known."""
-        return {instance: beside.slower for instance, beside in self._besides(loads, self._context).items()}
+    def rates(self, loads: Sequence[InstanceLoad]) -> dict[str, float]:
+        """What instances do in a time beside the fastest one of their kind, with as many samples as a step has for
+        each; of those alone of which enough is known."""
+        samples, engines = sum(map(len, self.lengths.groups)), len(self._reserved)
+        each = samples / engines if samples and engines else math.inf
+        return {instance: beside.rate(each) for instance, beside in self._besides(loads, self._context).items()}
 
     def speed(self, instance: str) -> Speed | None:
         """Of one instance; the fleet's where it has said too little."""

@@ -151,11 +151,11 @@ class Balancing:
             price_per_h=instance.price_per_h,
         )
 
-    def slower(self, instances: Iterable[Instance]) -> dict[str, float]:
-        """Instances beside the fastest ones, as `Balanced.slower`; nothing where another policy compares none."""
+    def rates(self, instances: Iterable[Instance]) -> dict[str, float]:
+        """Instances beside the fastest ones, as `Balanced.rates`; nothing where another policy compares none."""
         if not isinstance(self.policy, Balanced):
             return {}
-        return self.policy.slower([self.load(instance) for instance in instances])
+        return self.policy.rates([self.load(instance) for instance in instances])
 
     def pending(self, instance: Instance) -> int:
         """Samples that wait at an instance: those beyond its places, or as it says where its memory is full."""

@@ -28,8 +28,8 @@ class MachineSide:
         self._drain = drain
         self.provisioning: Provisioning | None = None
         """None: nobody adds machines for this manager."""
-        self.slower: Mapping[str, float] = {}
-        """Times as long as the fastest remote one's an instance's decode step takes, as was last known."""
+        self.rates: Mapping[str, float] = {}
+        """What instances do in a time beside the fastest remote one, as was last known."""
 
     def provide(self, config: ProvisionConfig, reserved_engines: int, saved: Mapping[str, Any] | None) -> None:
         """From now on machines are asked for and released. `saved`: the account of an earlier manager of the run."""
@@ -79,7 +79,7 @@ class MachineSide:
                 ready=instance.state is State.READY,
                 reserved=instance.reserved,
                 samples=self._tracker.leases_of(instance.id),
-                slower=self.slower.get(instance.id),
+                rate=self.rates.get(instance.id),
             )
             for instance in self._fleet
             if instance.name

@@ -234,7 +234,7 @@ class Manager:
             self._turn(frame)
         elif isinstance(frame, StepReport):
             if self.provisioning is not None:
-                self.machines.slower = self.balancing.slower(self.fleet)
+                self.machines.rates = self.balancing.rates(self.fleet)
                 beside = self.windows.turn is Turn.SHARED
                 self.provisioning.step(frame, self.windows.policy.predictor(), beside)
         else:

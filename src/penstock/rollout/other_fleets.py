@@ -13,7 +13,7 @@ from typing import Protocol
 from penstock.rollout.facts import Facts
 from penstock.rollout.plan import search
 from penstock.rollout.releases import first_to_go
-from penstock.rollout.step_replay import Engine, Plan, slowness
+from penstock.rollout.step_replay import Engine, Plan, rates
 
 __all__ = ["OtherFleets", "Predictor"]
 
@@ -59,8 +59,8 @@ class OtherFleets:
     @classmethod
     def of(cls, facts: Facts, plans: Mapping[int, Plan]) -> OtherFleets:
         remote = facts.remote
-        slower = slowness(remote, facts.prompt_tokens, facts.groups)
-        rated = [_Kept(engine, k, 1 / by) for k, (engine, by) in enumerate(zip(remote, slower))]
+        known = rates(remote, len(facts.reserved), facts.prompt_tokens, facts.groups)
+        rated = [_Kept(engine, k, rate) for k, (engine, rate) in enumerate(zip(remote, known))]
         there = [kept.engine for kept in reversed(first_to_go(rated))]
         # An instance that costs nothing is nobody's to ask for.
         joined = [engine for engine in facts.joined if engine.price_per_h != 0] or facts.joined

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from statistics import harmonic_mean
+from statistics import fmean
 
 from penstock.observe.events import Event, MachineChanged, Warned
 from penstock.rollout.lately import Lately
@@ -50,6 +50,8 @@ MOST_MISSING = 2
 """Lists in a row without a machine that has no instance; providers take a moment to show new ones."""
 
 OTHERS_NAMED = 4
+DEAR = 20
+"""Times as much as elsewhere, beyond which nobody minds how much more work costs."""
 
 S = MachineState
 
@@ -337,8 +339,8 @@ class Provision:
         machine.peers, machine.missing = tuple(view.peer for view in views), 0
         machine.samples = sum(view.samples for view in views)
         # One that has just come back is what it was.
-        if known := [view.slower for view in views if view.slower is not None]:
-            machine.slower = harmonic_mean(known)
+        if known := [view.rate for view in views if view.rate is not None]:
+            machine.instance_rate = fmean(known)
         if machine.state is S.STARTING:
             machine.loading_at = None
             machine.joined_at = now if machine.joined_at is None else machine.joined_at
@@ -465,7 +467,9 @@ class Provision:
         costs = {machine.number: cost for machine, cost in zip(counting, work_costs(counting))}
         for machine in first_to_go(machine for machine in counting if machine.may_go)[:surplus]:
             cost = costs[machine.number]
-            cause = self.ending or why + (f"; the same work costs {cost:.1f} x as much on it" if cost > AS_GOOD else "")
+            # Of one that is too slow to do anything that is all that can be said.
+            words = f"{cost:.1f} x" if cost < DEAR else f"over {DEAR} x"
+            cause = self.ending or why + (f"; the same work costs {words} as much on it" if cost > AS_GOOD else "")
             self._enter(machine, S.DRAINING if machine.peers else S.RELEASING, cause, now)
 
     def _leave(self, orders: Orders, now: float) -> None:

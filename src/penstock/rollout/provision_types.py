@@ -130,8 +130,8 @@ class Machine:
     """Of its instances, while any is there."""
     samples: int = 0
     """On all of them."""
-    slower: float = 1.0
-    """Times as long as on the fastest instance a decode step takes on its own, on the mean, as was last known."""
+    instance_rate: float = 1.0
+    """What one of its instances does in a time beside the fastest one of all, on the mean, as was last known."""
     adopted: bool = False
     """Not asked for by this manager."""
     joined_at: float | None = None
@@ -165,7 +165,7 @@ class Machine:
     @property
     def rate(self) -> float:
         """What all its instances do in a time, beside the fastest one of all."""
-        return max(1, len(self.peers)) / self.slower
+        return max(1, len(self.peers)) * self.instance_rate
 
     @property
     def may_go(self) -> bool:
@@ -194,8 +194,8 @@ class InstanceView:
     ready: bool
     reserved: bool
     samples: int
-    slower: float | None = None
-    """Times as long as the fastest one's its decode step takes; 1 where they are alike, None while it is not known."""
+    rate: float | None = None
+    """What it does in a time beside the fastest one; 1 where they are alike, None while it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

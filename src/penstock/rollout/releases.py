@@ -19,6 +19,10 @@ AS_GOOD = 1.1
 """Times what work costs, within which two machines are as good: for less than that nothing is interrupted."""
 
 
+LEAST_RATE = 0.01
+"""Of what is given nothing to do at all, the dearer ones go first."""
+
+
 class Rated(Protocol):
     """A machine that may be given up."""
 
@@ -34,7 +38,7 @@ class Rated(Protocol):
 
     @property
     def rate(self) -> float:
-        """What it does in a time, beside the fastest instance; 1 where that is not known."""
+        """What it does in a time, beside the fastest instance: 1 where that is not known, 0 where it is given none."""
         ...
 
     @property
@@ -71,7 +75,7 @@ def work_costs(machines: Sequence[Rated]) -> list[float]:
     known = [machine.known_price for machine in machines if machine.known_price is not None]
     usual = sum(known) / len(known) if known else 1.0
     costs = [
-        (usual if machine.known_price is None else machine.known_price) / max(machine.rate, 1e-9)
+        (usual if machine.known_price is None else machine.known_price) / max(machine.rate, LEAST_RATE)
         for machine in machines
     ]
     least = min((cost for cost in costs if cost > 0), default=1.0)

@@ -27,8 +27,8 @@ __all__ = [
     "Training",
     "first_ones",
     "limited",
+    "rates",
     "replay",
-    "slowness",
 ]
 
 SLIVER = 1e-3
@@ -412,9 +412,10 @@ def _compared(engines: Sequence[Engine], context: float) -> list[Beside]:
     return [next(known) if engine.known else Beside() for engine in engines]
 
 
-def slowness(engines: Sequence[Engine], prompt_tokens: float, groups: Sequence[Sequence[int]]) -> list[float]:
-    """Times as long as the fastest one's each engine's decode step takes with such answers; 1 where they are alike."""
-    return [beside.slower for beside in _compared(engines, _typical_context(groups, prompt_tokens))]
+def rates(engines: Sequence[Engine], others: int, prompt_tokens: float, groups: Sequence[Sequence[int]]) -> list[float]:
+    """What each engine does in a time beside the fastest of them, in a step with such answers and so many others."""
+    each = sum(map(len, groups)) / max(1, len(engines) + others)
+    return [beside.rate(each) for beside in _compared(engines, _typical_context(groups, prompt_tokens))]
 
 
 def _typical_context(groups: Sequence[Sequence[int]], prompt_tokens: float) -> float:

@@ -58,16 +58,12 @@ class _Held:
     busy_before: float = 0.0
     number: int = 0
     """As it was taken."""
-    slower: float = 1.0
+    rate: float = 1.0
     price_per_h: float = 0.0
 
     @property
     def known_price(self) -> float:
         return self.price_per_h
-
-    @property
-    def rate(self) -> float:
-        return 1 / self.slower
 
     @property
     def samples(self) -> int:
@@ -188,9 +184,9 @@ class Remotes:
     def _first_to_go(self) -> list[_Held]:
         balance = self.world.strategy.balance
         if isinstance(balance, Balanced):
-            slower = balance.slower(self.world.loads([held.machine for held in self._held.values()]))
+            rates = balance.rates(self.world.loads([held.machine for held in self._held.values()]))
             for held in self._held.values():
-                held.slower = slower.get(held.machine.name, 1.0)
+                held.rate = rates.get(held.machine.name, 1.0)
         return first_to_go(self._held.values())
 
     def _note_asked(self) -> None:
