@@ -92,6 +92,14 @@ def test_a_budget_pays_for_instances_at_their_own_prices(budget: float, unpaid: 
     assert wanted == most
 
 
+def test_where_only_further_instances_cost_anything_those_that_are_free_are_wanted() -> None:
+    price = {0: 0.0, 1: 0.0}
+    size = FleetSize(FleetSizeConfig(ceiling=4, first=3, instance_price=4.0), OWN)
+    times = StepTimes(0, 105.0, 100.0, TRAIN_S, 50.0, 0.0, 0.0)
+    predictor = Replayed(lambda n: 400 / (4 + n), price=lambda k: price.get(k, 4.0))
+    assert [size.ended(times, predictor) for _ in range(6)][-1] == 2
+
+
 def test_what_the_budget_does_not_pay_for_is_not_wanted_whatever_the_floor() -> None:
     config = FleetSizeConfig(floor=5, ceiling=8, budget_per_h=10.0, instance_price=4.0, reserved_price=80.0)
     size = FleetSize(config, OWN)

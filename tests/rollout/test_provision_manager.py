@@ -213,7 +213,7 @@ def test_the_policy_is_shown_what_each_instance_costs() -> None:
     world.pass_time(0.1)
     instances = [world.manager.fleet.get(agent.peer) for agent in agents]
     prices = [world.manager.balancing.load(instance).price_per_h for instance in instances if instance is not None]
-    assert prices == [49.5, None, 0.0, 49.5]
+    assert prices == [99.0, None, 0.0, 99.0]
 
 
 def test_the_account_tells_of_an_order_that_is_under_way() -> None:

@@ -100,7 +100,7 @@ def test_what_can_no_longer_be_paid_for_is_no_longer_wanted_however_little_fewer
     assert size.wanted == 8
     size.learn(instance_price=7.0)
     assert size.ended(StepTimes(8, 100.0, 20.0, 60.0, 20.0, 0.0, 800.0)) == 5
-    assert size.cause == "8 to 5: 40 dollars an hour pay for no more at 7.00 each"
+    assert size.cause == "8 to 5: 40 dollars an hour pay for no more at 7.00 each, on the mean"
 
 
 def test_a_price_that_was_only_ever_seen_at_a_machine_that_had_to_go_bounds_what_is_wanted_too() -> None:

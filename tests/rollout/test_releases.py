@@ -127,6 +127,9 @@ def test_a_price_that_nobody_has_told_is_taken_to_be_the_others_mean() -> None:
     assert work_costs(machines) == pytest.approx([1.5, 1.0, 4.0])
     assert work_costs([Rated(0, None, 3.0), Rated(1, None)]) == pytest.approx([3.0, 1.0])
     assert work_costs([Rated(0, 0.0, 3.0), Rated(1, 2.0)]) == pytest.approx([0.0, 1.0])
+    # What is free says nothing of what the others may cost.
+    assert work_costs([Rated(0, 0.0), Rated(1, None, 3.0), Rated(2, None)]) == pytest.approx([0.0, 3.0, 1.0])
+    assert work_costs([Rated(0, 0.0), Rated(1, None), Rated(2, 4.0)]) == pytest.approx([0.0, 1.0, 1.0])
     assert work_costs([]) == []
     free = Machine(0, 0.0, 0.0, 0.0, priced=True)
     assert (free.known_price, replace(free, priced=False).known_price) == (0.0, None)

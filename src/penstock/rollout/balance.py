@@ -61,7 +61,7 @@ class InstanceLoad:
     reserved: bool = False
     """On one of the trainer's own devices; remote otherwise."""
     price_per_h: float | None = None
-    """Dollars that it costs; 0 where the run does not pay for it, None where that is not known."""
+    """Of a remote one's machine, in dollars; 0 where the run does not pay for it, None where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,10 @@ class Dispatching:
 
     def fill(self, instance: Instance) -> None:
         """Gives waiting samples to an instance on which some have ended. As `give`, but where that last left samples
-        waiting nobody else is looked at: with hundreds of instances, each sample that ends would cost a look at all."""
+        waiting nobody else is looked at: with hundreds of instances, each sample that ends would cost a look at all.
+
+        It does where an instance was shown with others since than those that a batch was shown with (as where some
+        have too little context for what waits longest), and where two batches wait for instances that are coming."""
         if not (self._settled and self._balancing.fills):
             self.give()
             return

@@ -99,7 +99,7 @@ class Instance:
     cordoned: bool = False
     """Gets no more work, since its machine is about to be released."""
     price_per_h: float | None = None
-    """Its part of its machine's; 0 for one that nobody here has asked for, None where that is not known."""
+    """Of its machine; 0 for one that nobody here has asked for, None where that is not known."""
     turning: bool = False
     """Gets no more work until it has loaded what the oldest samples that wait need, and nobody else has."""
     before: int = NO_VERSION

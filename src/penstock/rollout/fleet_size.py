@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from penstock.rollout.offload import StepTimes
 from penstock.rollout.other_fleets import Predictor
@@ -268,16 +269,19 @@ class FleetSize:
         faster = self.step_s(bounded) / self.step_s(best) - 1
         if bounded < self.wanted:
             # What can't be paid for is not wanted, however long it was.
+            mean = fmean(self._prices(self.wanted))
             self.cause = (
-                f"{self.wanted} to {bounded}: {config.budget_per_h:g} dollars an hour pay for no more at "
-                f"{config.instance_price:.2f} each"
+                f"{self.wanted} to {bounded}: {config.budget_per_h:g} dollars an hour pay for no more at {mean:.2f} "
+                "each, on the mean"
             )
             self._went_to(bounded)
         elif bounded > self.wanted:
             self.cause = f"{self.wanted} to {bounded}: as many as there shall be at least are paid for now"
             self._went_to(bounded)
         self._turns = max(0.0, self._turns - 1 / FORGOTTEN_STEPS)
-        gain = max(saving / self.step_cost(bounded), faster)
+        cost = self.step_cost(bounded)
+        # Instances that cost nothing, beside reserved ones without a price, make steps that cost nothing.
+        gain = max(saving / cost if cost > 0 else 0.0, faster)
         asks = direction if gain > config.worth else 0
         self._saving = KEPT * self._saving + asks * gain
         if not asks:

@@ -29,7 +29,7 @@ class MachineSide:
         self.provisioning: Provisioning | None = None
         """None: nobody adds machines for this manager."""
         self.rates: Mapping[str, float] = {}
-        """What instances do in a time beside the fastest remote one, as was last known."""
+        """What instances do in a time beside the fastest one of their kind, as was last known."""
 
     def provide(self, config: ProvisionConfig, reserved_engines: int, saved: Mapping[str, Any] | None) -> None:
         """From now on machines are asked for and released. `saved`: the account of an earlier manager of the run."""
@@ -89,7 +89,7 @@ class MachineSide:
         cordoned, prices = machines.cordoned, machines.prices
         for instance in self._fleet:
             instance.cordoned = instance.peer in cordoned
-            instance.price_per_h = prices.get(instance.peer, 0.0)
+            instance.price_per_h = None if instance.reserved else prices.get(instance.peer, 0.0)
         for peer, cause in orders.leave:
             leaving = self._fleet.get(peer)
             if leaving is not None:

@@ -113,7 +113,8 @@ class OpenBatches:
 
     def _prune(self, version: int) -> None:
         """Into another list: somebody may be going through this one."""
-        before, line = self._lines.pop(version), _Line()
+        before = self._lines.pop(version)
+        line = _Line(in_order=before.in_order)
         for age in before.ages:
             if (batch := self._by_age.get(age)) is not None:
                 batch.listed = batch.waiting > 0

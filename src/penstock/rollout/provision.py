@@ -104,12 +104,8 @@ class Provision:
 
     @property
     def prices(self) -> dict[str, float | None]:
-        """Dollars an hour, by peer, of each instance on a machine; None where nobody has told."""
-        return {
-            peer: None if (price := machine.known_price) is None else price / len(machine.peers)
-            for machine in self._machines
-            for peer in machine.peers
-        }
+        """Dollars an hour, by peer, of the machine that each instance is on; None where nobody has told."""
+        return {peer: machine.known_price for machine in self._machines for peer in machine.peers}
 
     @property
     def by_hand(self) -> int:

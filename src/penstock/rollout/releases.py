@@ -20,7 +20,7 @@ AS_GOOD = 1.1
 
 
 LEAST_RATE = 0.01
-"""Of what is given nothing to do at all, the dearer ones go first."""
+"""What is given nothing to do at all counts for so much, so that of two such ones the far dearer goes first."""
 
 
 class Rated(Protocol):
@@ -71,8 +71,9 @@ def first_to_go(machines: Iterable[Machine]) -> list[Machine]:
 
 def work_costs(machines: Sequence[Rated]) -> list[float]:
     """Of each machine, what the same work costs on it, times the least; 0 where it is free. One whose price nobody has
-    told costs as much as the others on the mean."""
-    known = [machine.known_price for machine in machines if machine.known_price is not None]
+    told costs as much as those that cost something, on the mean."""
+    # What is free says nothing of what others cost.
+    known = [price for machine in machines if (price := machine.known_price)]
     usual = sum(known) / len(known) if known else 1.0
     costs = [
         (usual if machine.known_price is None else machine.known_price) / max(machine.rate, LEAST_RATE)
