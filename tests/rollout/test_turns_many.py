@@ -138,19 +138,21 @@ def test_progress_of_several_that_went_counts_for_those_behind_each(order: tuple
 
 def test_what_is_cleared_out_while_a_batch_comes_to_wait_stays_in_order() -> None:
     held = open_batches.OpenBatches()
-    batches = [batch_of(f"b-{k}", float(k)) for k in range(100)]
-    for batch in batches:
-        held.add(batch)
-    for batch in batches[:90]:
-        batch.next_fresh = batch.samples
-    assert len(list(held.waiting())) == 10
+    batches = [batch_of(f"b-{k}", float(k)) for k in range(200)]
+    for part in (batches[:100], batches[100:]):
+        for batch in part:
+            held.add(batch)
+        for batch in part[:90]:
+            batch.next_fresh = batch.samples
+        if part[0] is batches[0]:
+            assert len(list(held.waiting())) == 10
     looking = held.waiting()
     next(looking)
     batches[3].next_fresh = 0
     held.may_wait(batches[3])
     list(looking)
     for _ in range(2):
-        assert [batch.age for batch in held.waiting()] == [4, *range(91, 101)]
+        assert [batch.age for batch in held.waiting()] == [4, *range(91, 101), *range(191, 201)]
 
 
 def test_what_is_kept_of_batches_that_went_does_not_grow_while_others_overlap() -> None:
