@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from simulated import MACHINE, small_profile
 
+from penstock.config.toml import write_toml
+from penstock.errors import ConfigError
 from penstock.rollout.balance import ShortestQueue
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.offload import StepTimes
 from penstock.rollout.other_fleets import Predictor
 from penstock.simulate.outcome import Outcome
-from penstock.simulate.profiles import Prices, Profile
+from penstock.simulate.profiles import Prices, Profile, load_profile
 from penstock.simulate.strategy import FixedSize, SizePolicy, Strategy
 from penstock.simulate.traces import Change, Trace, static_trace
 from penstock.simulate.world import simulate
@@ -143,6 +146,17 @@ def test_a_price_of_a_kind_that_is_none_is_refused() -> None:
         small_profile(
             kinds={"slow": MACHINE}, prices=Prices(reserved=36.0, spot=9.0, on_demand=20.0, kinds={"slwo": 4.0})
         )
+
+
+def test_a_file_with_such_a_price_is_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "odd.toml"
+    table = small_profile().model_dump(mode="json", exclude_none=True)
+    path.write_text(write_toml(table | {"prices": table["prices"] | {"kinds": {"slwo": 4.0}}}))
+    with pytest.raises(ConfigError) as refused:
+        load_profile(path)
+    assert str(refused.value).endswith(
+        "not a profile:\n  - prices.kinds has a price of slwo, and kinds no such machine"
+    )
 
 
 def test_policies_are_told_who_is_given_back_and_who_is_taken_away() -> None:

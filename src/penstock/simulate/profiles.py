@@ -195,7 +195,10 @@ def load_profile(path: Path) -> Profile:
         profile = Profile.model_validate(table)
     except ValidationError as error:
         problems = "\n".join(
+            # What several keys say together has no place of its own.
             f"  - {'.'.join(map(str, problem['loc']))}: {problem['msg']} (is {problem['input']!r:.80})"
+            if problem["loc"]
+            else f"  - {problem['msg'].removeprefix('Value error, ')}"
             for problem in error.errors()
         )
         raise ConfigError(f"{path}: not a profile:\n{problems}") from None
