@@ -249,7 +249,7 @@ class Batch:
 
     @property
     def waiting(self) -> int:
-        return self.fresh + len(self.moved) + len(self.suspects)
+        return self.assignable + len(self.suspects)
 
     @property
     def assignable(self) -> int:

@@ -216,21 +216,12 @@ class FleetSize:
 
     @property
     def _affordable(self) -> int:
-        config = self.config
-        if config.budget_per_h == math.inf:
-            return self.unpaid + config.ceiling
-        if self._predictor is None:
-            return self.unpaid + self._paid([config.instance_price] * config.ceiling)
-        prices = self._prices(config.ceiling)
+        prices = self._prices(self.config.ceiling)
         # Some that cost nothing may have come since those were known.
         free = max(self.unpaid, prices.count(0.0))
-        return free + self._paid([price for price in prices if price > 0])
-
-    def _paid(self, prices: Sequence[float]) -> int:
-        """Of instances with such prices, how many the hour's budget pays for."""
         # Three at 0.2 dollars are 0.6, whatever a sum of floats says.
         most = self.config.budget_per_h * (1 + 1e-9)
-        return sum(total <= most for total in itertools.accumulate(prices))
+        return free + sum(total <= most for total in itertools.accumulate(price for price in prices if price > 0))
 
     @property
     def _floor(self) -> int:

@@ -92,8 +92,6 @@ class OpenBatches:
         """Those with samples that wait, oldest first; of one version alone, or of all."""
         if version is not None:
             return self._waiting_of(version)
-        if len(self._lines) == 1:
-            return self._waiting_of(next(iter(self._lines)))
         return heapq.merge(*map(self._waiting_of, list(self._lines)), key=lambda batch: batch.age)
 
     def _waiting_of(self, version: int) -> Iterator[Batch]:

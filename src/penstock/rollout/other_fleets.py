@@ -1,8 +1,8 @@
 """Steps with other numbers of remote instances: which ones those would be, what they cost, and how long a step takes.
 
 Fewer are those that would stay by the order in which machines are released (`releases`), but for what runs on them,
-which nobody knows of a step to come; further ones are like those
-that joined last: those there are may be what was kept of many. Decides no number; that is `fleet_size`'s.
+which nobody knows of a step to come; further ones are like those that joined last: those there are may be what was kept
+of many. Decides no number; that is `fleet_size`'s.
 """
 
 from __future__ import annotations

@@ -455,11 +455,11 @@ class Provision:
 
     def _shrink(self, number: int, now: float) -> None:
         paid = self.purse.keeps(self._machines)
-        why = self._why(number) if number <= paid else f"machines paid for: {paid}, {self.purse.words()}"
         counting = [machine for machine in self._machines if machine.counts]
         surplus = len(counting) - min(number, paid)
         if surplus <= 0:
             return
+        why = self._why(number) if number <= paid else f"machines paid for: {paid}, {self.purse.words()}"
         costs = {machine.number: cost for machine, cost in zip(counting, work_costs(counting))}
         for machine in first_to_go(machine for machine in counting if machine.may_go)[:surplus]:
             cost = costs[machine.number]

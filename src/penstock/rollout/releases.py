@@ -17,8 +17,6 @@ __all__ = ["AS_GOOD", "Rated", "first_to_go", "work_costs"]
 
 AS_GOOD = 1.1
 """Times what work costs, within which two machines are as good: for less than that nothing is interrupted."""
-
-
 LEAST_RATE = 0.01
 """What is given nothing to do at all counts for so much, so that of two such ones the far dearer goes first."""
 

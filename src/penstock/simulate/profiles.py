@@ -149,11 +149,11 @@ class Profile(_Strict):
 
     def remote(self, node: str) -> MachineProfile:
         """What a node of a trace is."""
-        return self.kinds.get(node.partition(":")[0], self.spot)
+        return self.kinds.get(_kind(node), self.spot)
 
     def price_per_h(self, node: str, spot: bool = True) -> float:
         """Dollars that a node costs; `spot`: as one that may be taken away."""
-        return self.prices.kinds.get(node.partition(":")[0], self.prices.spot) if spot else self.prices.on_demand
+        return self.prices.kinds.get(_kind(node), self.prices.spot) if spot else self.prices.on_demand
 
     def pull_s(self, node: str = "", sharing: int = 1) -> float:
         """Seconds that a machine pulls a whole version, where so many share the store's link. Nothing but the link
@@ -186,6 +186,10 @@ class Profile(_Strict):
 
     def _gbit_s(self, node: str, sharing: int) -> float:
         return min(self.remote(node).link_gbit_s, self.store_gbit_s / max(1, sharing))
+
+
+def _kind(node: str) -> str:
+    return node.partition(":")[0]
 
 
 def load_profile(path: Path) -> Profile:

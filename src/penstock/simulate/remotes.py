@@ -59,11 +59,8 @@ class _Held:
     number: int = 0
     """As it was taken."""
     rate: float = 1.0
-    price_per_h: float = 0.0
-
-    @property
-    def known_price(self) -> float:
-        return self.price_per_h
+    known_price: float = 0.0
+    """Dollars an hour."""
 
     @property
     def samples(self) -> int:
@@ -161,7 +158,7 @@ class Remotes:
         for held, until in rows:
             held_s = until - max(began_s, held.taken_at)
             paid_s += held_s
-            dollars += held.price_per_h * held_s / 3600
+            dollars += held.known_price * held_s / 3600
             busy = held.machine.busy_s - held.busy_before
             held.busy_before = held.machine.busy_s
             busy_s += busy
@@ -215,8 +212,8 @@ class Remotes:
                 self._born += 1
                 profile, now = self.world.profile, self.world.clock.now
                 machine = Machine(node, profile.remote(node), True, at_s=now)
-                price_per_h = profile.price_per_h(node, spot)
-                held = self._held[node] = _Held(machine, now, number=self._born, price_per_h=price_per_h)
+                price = profile.price_per_h(node, spot)
+                held = self._held[node] = _Held(machine, now, number=self._born, known_price=price)
                 taken.append(held)
         return taken
 
