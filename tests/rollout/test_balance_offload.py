@@ -467,7 +467,7 @@ def test_how_far_a_fleet_was_off_its_rounded_mean_is_by_time() -> None:
 
 
 def config(**changes: float) -> FleetSizeConfig:
-    return FleetSizeConfig(**{"reserved_price": 80.0, "instance_price": 5.0, "patience": 2, **changes})  # type: ignore[arg-type]
+    return FleetSizeConfig(**{"reserved_price": 80.0, "machine_price": 5.0, "patience": 2, **changes})  # type: ignore[arg-type]
 
 
 def settled(size: FleetSize, steps: int = 10, **changes: float) -> int:
@@ -479,7 +479,7 @@ def settled(size: FleetSize, steps: int = 10, **changes: float) -> int:
 def test_more_work_wants_more_machines_and_a_higher_price_fewer() -> None:
     few = settled(FleetSize(config(), 4), remote_busy_s=100.0)
     many = settled(FleetSize(config(), 4), remote_busy_s=900.0)
-    dear = settled(FleetSize(config(instance_price=60.0), 4), remote_busy_s=900.0)
+    dear = settled(FleetSize(config(machine_price=60.0), 4), remote_busy_s=900.0)
     assert few < many
     assert dear < many
 
@@ -491,21 +491,21 @@ def test_floor_ceiling_and_budget_bound_the_number() -> None:
 
 
 def test_where_nothing_costs_anything_the_fastest_number_is_wanted() -> None:
-    free = FleetSize(config(reserved_price=0.0, instance_price=0.0, ceiling=12), 4)
+    free = FleetSize(config(reserved_price=0.0, machine_price=0.0, ceiling=12), 4)
     assert settled(free, remote_busy_s=3000.0) == 12
 
 
 def test_a_price_that_rises_lowers_the_number() -> None:
     size = FleetSize(config(), 4)
     before = settled(size, remote_busy_s=900.0)
-    size.learn(instance_price=60.0)
+    size.learn(machine_price=60.0)
     assert settled(size, remote_busy_s=900.0) < before
 
 
 def test_time_that_is_worth_something_buys_machines() -> None:
     # Dear enough that dollars alone would want none.
-    cheap = settled(FleetSize(config(instance_price=25.0), 4), remote_busy_s=900.0)
-    hurried = settled(FleetSize(config(instance_price=25.0, hour_worth=500.0), 4), remote_busy_s=900.0)
+    cheap = settled(FleetSize(config(machine_price=25.0), 4), remote_busy_s=900.0)
+    hurried = settled(FleetSize(config(machine_price=25.0, hour_worth=500.0), 4), remote_busy_s=900.0)
     assert hurried > cheap
 
 
@@ -585,7 +585,7 @@ def test_steps_with_other_numbers_are_replayed_on_what_was_known_when_it_was_ask
 
 def test_of_numbers_that_cost_about_the_same_the_fastest_is_wanted() -> None:
     """A step costs the same at any number here, within a hair, and is the shorter the more there are."""
-    bounds = {"reserved_price": 100.0, "instance_price": 10.0, "ceiling": 8, "worth": 0.0}
+    bounds = {"reserved_price": 100.0, "machine_price": 10.0, "ceiling": 8, "worth": 0.0}
     seconds = {n: 1000.0 * (1 + 0.002 * n) / (100 + 10 * n) for n in range(9)}
     size = FleetSize(config(**bounds, indifference=0.04), 2)
     strict = FleetSize(config(**bounds, indifference=0.0), 2)
@@ -664,7 +664,7 @@ def test_the_number_never_turns_within_its_patience(work: list[float], patience:
 def test_where_two_numbers_are_as_good_chance_does_not_move_it_back_and_forth(seed: int) -> None:
     """Nine and ten machines cost the same, and each step's replays err by two per cent."""
     source = random.Random(seed)
-    size = FleetSize(config(reserved_price=80.0, instance_price=5.0, ceiling=16, first=9), 4)
+    size = FleetSize(config(reserved_price=80.0, machine_price=5.0, ceiling=16, first=9), 4)
 
     def seconds(best: float, slope: float, instances: int) -> float:
         return source.gauss(1, 0.02) * (1 + slope * abs(instances - best)) * 3e4 / (80 + 5 * instances)
@@ -691,10 +691,10 @@ def test_before_a_step_can_be_replayed_the_number_no_more_than_doubles() -> None
 
 def test_what_the_budget_cuts_and_allows_again_is_a_turn_too() -> None:
     """A price that goes up and down every four steps, beside a budget that pays for seven machines or for ten."""
-    size = FleetSize(config(budget_per_h=20.0, instance_price=2.0, reserved_price=80.0, ceiling=10, first=7), 4)
+    size = FleetSize(config(budget_per_h=20.0, machine_price=2.0, reserved_price=80.0, ceiling=10, first=7), 4)
     wanted = []
     for step in range(80):
-        size.learn(instance_price=2.0 if step // 4 % 2 == 0 else 2.6)
+        size.learn(machine_price=2.0 if step // 4 % 2 == 0 else 2.6)
         wanted.append(size.ended(times(), replayed(lambda n: 4000 / (30 + n))))
         assert wanted[-1] * (2.0 if step // 4 % 2 == 0 else 2.6) <= 20.0
     assert wanted[0] == 10
@@ -702,9 +702,9 @@ def test_what_the_budget_cuts_and_allows_again_is_a_turn_too() -> None:
 
 
 def test_a_floor_that_can_be_paid_for_again_is_asked_for() -> None:
-    size = FleetSize(config(floor=3, ceiling=3, budget_per_h=10.0, instance_price=5.0), 4)
+    size = FleetSize(config(floor=3, ceiling=3, budget_per_h=10.0, machine_price=5.0), 4)
     assert size.ended(times()) == 2
-    size.learn(instance_price=1.0)
+    size.learn(machine_price=1.0)
     assert size.ended(times()) == 3
     assert "2 to 3" in size.cause
 

@@ -8,7 +8,7 @@ from balance_helpers import Replayed
 from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
 from penstock.rollout.manager import Manager, ManagerConfig
 from penstock.rollout.offload import StepTimes
-from penstock.rollout.provision_types import InstanceView, ProvisionConfig
+from penstock.rollout.provision_types import Add, InstanceView, ProvisionConfig, Release, Seen
 from penstock.rollout.windows import Turn
 from penstock.wire import StepReport
 
@@ -16,32 +16,52 @@ OWN, WORK_S, TRAIN_S = 2, 200.0, 50.0
 """Engines of the trainer's machine; instance-seconds of generating a step; seconds of training in it."""
 
 
-def views(machines: int, samples: int) -> list[InstanceView]:
-    own = [InstanceView(f"own{k}", f"own{k}", "h", False, True, True, samples) for k in range(OWN)]
-    return own + [InstanceView(f"m{k}", f"m{k}", f"m{k}", False, True, False, samples) for k in range(machines)]
-
-
-def settled(turn: Turn, **prices: float) -> int:
-    """What a manager wants after some steps that went as its machines allowed."""
+def settled(turn: Turn, agents: int = 1, by_hand: int = 0, work_s: float = WORK_S, **prices: float) -> int:
+    """What a manager wants after some steps that went as its machines allowed. `agents`: on each of them."""
     manager = Manager(ManagerConfig())
     manager.provide(ProvisionConfig(ceiling=16, first=0, start_s=1, cool_down_s=1, **prices), OWN, None, 0.0)  # type: ignore[arg-type]
     provisioning = manager.provisioning
     assert provisioning is not None
-    now = 0.0
+    machines, now = provisioning.machines, 0.0
+    there: list[str] = []
+
+    def look(samples: int) -> None:
+        own = [InstanceView(f"own{k}", f"own{k}", "h", False, True, True, samples) for k in range(OWN)]
+        mine = [InstanceView(f"mine{k}", f"mine{k}", "d", False, True, False, samples) for k in range(by_hand)]
+        theirs = [
+            InstanceView(f"{name}/{agent}", f"gpu-{agent}", name, False, True, False, samples)
+            for name in there
+            for agent in range(agents)
+        ]
+        for call in provisioning.tick([*own, *mine, *theirs], now, True).calls:
+            if isinstance(call, Add):
+                names = [f"m{call.call}-{k}" for k in range(call.count)]
+                there.extend(names)
+                machines.added(call.call, names, now)
+            elif isinstance(call, Release):
+                there.remove(call.machine)
+                machines.released(call.call, now)
+            else:
+                machines.listed(call.call, [Seen(name) for name in there], now)
+
     for step in range(12):
         manager.windows.turn = turn
-        machines = provisioning.machines.wanted
-        busy_s = WORK_S / (OWN + machines) if turn is Turn.SHARED else (WORK_S + OWN * TRAIN_S) / (OWN + machines)
+        for _ in range(4):
+            # Those that were asked for or released come at once, or are gone.
+            look(0)
+        instances = by_hand + agents * len(there)
+        busy_s = work_s / (OWN + instances) if turn is Turn.SHARED else (work_s + OWN * TRAIN_S) / (OWN + instances)
         step_s = max(TRAIN_S, busy_s)
         own_s = busy_s if turn is Turn.SHARED else step_s - TRAIN_S
-        for until_s, samples in ((0.0, 1), (own_s, 1), (step_s, 0)):
-            provisioning.tick(views(machines, samples), now + until_s, True)
-        now += step_s
+        look(1)
+        for passed_s, samples in ((own_s, 1), (step_s - own_s, 0)):
+            now += passed_s
+            look(samples)
         waited_s = step_s - TRAIN_S if turn is Turn.SHARED else 0.0
         manager.on_trainer_frame(StepReport(step=step, step_s=step_s, train_s=TRAIN_S, trainer_wait_s=waited_s), now)
         while manager.thinking:
             manager.think(now)
-    return provisioning.machines.wanted
+    return machines.wanted
 
 
 @pytest.mark.parametrize(
@@ -50,6 +70,23 @@ def settled(turn: Turn, **prices: float) -> int:
 )
 def test_engines_that_generate_beside_the_trainer_take_none_of_its_time(prices: dict[str, float]) -> None:
     assert settled(Turn.SHARED, **prices) == WORK_S / TRAIN_S - OWN
+
+
+@pytest.mark.parametrize(("agents", "by_hand", "wanted"), [(1, 0, 12), (2, 0, 6), (3, 0, 4), (2, 4, 8), (4, 2, 5)])
+def test_a_machine_with_several_instances_is_worth_as_many(agents: int, by_hand: int, wanted: int) -> None:
+    prices = {"reserved_price_per_h": 83.79, "price_per_h": 5.32}
+    assert settled(Turn.SHARED, agents, by_hand, TRAIN_S * (OWN + 12), **prices) == wanted
+
+
+def test_losses_are_of_machines_however_many_instances_each_has() -> None:
+    found = []
+    for per_machine, unpaid, fleet in ((1.0, 0, 6.0), (3.0, 0, 18.0), (3.0, 2, 14.0)):
+        size = FleetSize(FleetSizeConfig(start_s=600.0), OWN)
+        size.learn(per_machine=per_machine, unpaid=unpaid)
+        for _ in range(200):
+            size.learn_step(StepTimes(fleet, 100.0, 50.0, 50.0, 0.0, 0.0, 0.0, preemptions=1))
+        found.append(size.preemptions_per_h)
+    assert found == pytest.approx([6.0] * 3, rel=0.02), "each machine goes once in ten minutes"
 
 
 def test_engines_that_give_way_to_the_trainer_leave_more_to_others() -> None:
@@ -64,7 +101,7 @@ def test_a_step_beside_the_trainer_takes_the_longer_of_the_two() -> None:
 
 def test_each_instance_costs_its_own_price_and_one_of_which_none_is_known_the_usual_one() -> None:
     price = {0: 0.0, 1: 2.0, 2: None, 3: 30.0}.get
-    config = FleetSizeConfig(ceiling=4, first=0, instance_price=5.0, reserved_price=80.0)
+    config = FleetSizeConfig(ceiling=4, first=0, machine_price=5.0, reserved_price=80.0)
     size = FleetSize(config, OWN)
     predictor = Replayed(lambda n: 400 / (4 + n), price=price)
     times = StepTimes(0, 105.0, 100.0, TRAIN_S, 50.0, 0.0, 0.0)
@@ -83,7 +120,7 @@ def test_each_instance_costs_its_own_price_and_one_of_which_none_is_known_the_us
 )
 def test_a_budget_pays_for_instances_at_their_own_prices(budget: float, unpaid: int, most: int) -> None:
     price = {0: 0.0, 1: 2.0, 2: None, 3: 30.0}.get
-    config = FleetSizeConfig(ceiling=4, first=0, instance_price=5.0, reserved_price=9000.0, budget_per_h=budget)
+    config = FleetSizeConfig(ceiling=4, first=0, machine_price=5.0, reserved_price=9000.0, budget_per_h=budget)
     size = FleetSize(config, OWN)
     size.learn(unpaid=unpaid)
     times = StepTimes(0, 105.0, 100.0, TRAIN_S, 50.0, 0.0, 0.0)
@@ -94,19 +131,19 @@ def test_a_budget_pays_for_instances_at_their_own_prices(budget: float, unpaid: 
 
 def test_where_only_further_instances_cost_anything_those_that_are_free_are_wanted() -> None:
     price = {0: 0.0, 1: 0.0}
-    size = FleetSize(FleetSizeConfig(ceiling=4, first=3, instance_price=4.0), OWN)
+    size = FleetSize(FleetSizeConfig(ceiling=4, first=3, machine_price=4.0), OWN)
     times = StepTimes(0, 105.0, 100.0, TRAIN_S, 50.0, 0.0, 0.0)
     predictor = Replayed(lambda n: 400 / (4 + n), price=lambda k: price.get(k, 4.0))
     assert [size.ended(times, predictor) for _ in range(6)][-1] == 2
 
 
 def test_what_the_budget_does_not_pay_for_is_not_wanted_whatever_the_floor() -> None:
-    config = FleetSizeConfig(floor=5, ceiling=8, budget_per_h=10.0, instance_price=4.0, reserved_price=80.0)
+    config = FleetSizeConfig(floor=5, ceiling=8, budget_per_h=10.0, machine_price=4.0, reserved_price=80.0)
     size = FleetSize(config, OWN)
     assert size.wanted == 2
     for _ in range(3):
         assert size.ended(StepTimes(2, 100.0, 20.0, 60.0, 20.0, 0.0, 800.0)) == 2
-    size.learn(instance_price=1.0)
+    size.learn(machine_price=1.0)
     for _ in range(3):
         size.ended(StepTimes(2, 100.0, 20.0, 60.0, 20.0, 0.0, 800.0))
     assert size.wanted >= 5

@@ -191,7 +191,7 @@ def test_prices_start_up_times_and_losses_as_they_were_seen_enter_the_number() -
     world.beat(CONFIG.rejoin_s + CONFIG.list_s, stays)
     world.trainer(StepReport(step=0, step_s=40.0, train_s=1.0, trainer_wait_s=19.0))
     size = provisioning.size
-    assert size.config.instance_price == 99.0
+    assert size.config.machine_price == 99.0
     assert size.config.start_s == provisioning.machines.start_s < 500.0
     assert size.preemptions_per_h > 0
     assert size.useful_share < 1
@@ -212,8 +212,9 @@ def test_the_policy_is_shown_what_each_instance_costs() -> None:
     agents.append(world.join("gpu-1", host="spot-0"))
     world.pass_time(0.1)
     instances = [world.manager.fleet.get(agent.peer) for agent in agents]
-    prices = [world.manager.balancing.load(instance).price_per_h for instance in instances if instance is not None]
-    assert prices == [99.0, None, 0.0, 99.0]
+    loads = [world.manager.balancing.load(instance) for instance in instances if instance is not None]
+    assert [load.price_per_h for load in loads] == [99.0, None, 0.0, 99.0]
+    assert [load.machine for load in loads] == ["spot-0", "spot-1", "", "spot-0"]
 
 
 def test_the_account_tells_of_an_order_that_is_under_way() -> None:

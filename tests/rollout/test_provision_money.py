@@ -89,16 +89,16 @@ def test_dearer_machines_go_and_the_others_are_not_joined_by_more_before_an_hour
 
 @pytest.mark.parametrize(("budget_per_h", "price", "number"), [(0.6, 0.2, 3), (3.3, 1.1, 3), (79.8, 5.32, 15)])
 def test_a_budget_for_so_many_machines_pays_for_so_many(budget_per_h: float, price: float, number: int) -> None:
-    config = FleetSizeConfig(budget_per_h=budget_per_h, instance_price=price, first=64)
+    config = FleetSizeConfig(budget_per_h=budget_per_h, machine_price=price, first=64)
     assert FleetSize(config, 1).wanted == number
 
 
 def test_what_can_no_longer_be_paid_for_is_no_longer_wanted_however_little_fewer_would_save() -> None:
-    size = FleetSize(FleetSizeConfig(budget_per_h=40.0, reserved_price=80.0, instance_price=5.0, first=8), 4)
+    size = FleetSize(FleetSizeConfig(budget_per_h=40.0, reserved_price=80.0, machine_price=5.0, first=8), 4)
     for _ in range(3):
         size.ended(StepTimes(8, 100.0, 20.0, 60.0, 20.0, 0.0, 800.0))
     assert size.wanted == 8
-    size.learn(instance_price=7.0)
+    size.learn(machine_price=7.0)
     assert size.ended(StepTimes(8, 100.0, 20.0, 60.0, 20.0, 0.0, 800.0)) == 5
     assert size.cause == "8 to 5: 40 dollars an hour pay for no more at 7.00 each, on the mean"
 

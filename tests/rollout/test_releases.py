@@ -122,6 +122,18 @@ def test_what_a_machine_does_is_what_all_its_instances_do_as_was_last_known(
     assert world.machine("m-1").rate == pytest.approx(rate)
 
 
+def test_one_that_has_not_joined_or_is_away_counts_for_as_many_instances_as_others_or_it_had() -> None:
+    world = grown(2, agents=2)
+    world.machines.want(3, world.now)
+    world.pass_time(5)
+    assert world.machines.per_machine == 2.0
+    assert [machine.rate for machine in world.machines.machines] == [2.0, 2.0, 2.0]
+    world.boxes["m-1"].connected, world.boxes["m-1"].boots_s = False, 1e9
+    world.pass_time(5)
+    assert world.machine("m-1").state is MachineState.STARTING
+    assert world.machine("m-1").rate == 2.0
+
+
 def test_a_price_that_nobody_has_told_is_taken_to_be_the_others_mean() -> None:
     machines = [Rated(0, None, 1.0), Rated(1, 4.0, 1.0), Rated(2, 8.0, 2.0)]
     assert work_costs(machines) == pytest.approx([1.5, 1.0, 4.0])

@@ -11,8 +11,9 @@ from balance_helpers import report_of, rows
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.rollout.arrivals import JOINED, Arrivals
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report
-from penstock.rollout.balanced import COMPARED, JOINED, Balanced
+from penstock.rollout.balanced import COMPARED, Balanced
 from penstock.rollout.curves import Speed
 from penstock.rollout.facts import Facts
 from penstock.rollout.offload import Offload
@@ -214,17 +215,41 @@ def test_other_numbers_are_of_those_that_stay_by_price_and_speed_and_of_further_
         return OtherFleets.of(Facts(GROUPS[:prompts], 32, remote, [engine()], TRAINING, joined=joined), {})
 
     other = fleet([dear, cheap, dear, by_hand, cheap], joined=[by_hand, cheap, dear])
-    assert other.engines(5) == [by_hand, cheap, cheap, dear, dear]
+    assert other.machines(5) == [[by_hand], [cheap], [cheap], [dear], [dear]]
     assert other.prices(8) == [0.0, 2.0, 2.0, 9.0, 9.0, 2.0, 9.0, 2.0], "nobody can ask for one by hand"
     less = replace(dear, price_per_h=3.0)
-    assert fleet([cheap, less], []).engines(1) == [less]
-    assert fleet([cheap, dear], []).engines(1) == [cheap]
-    assert fleet([cheap, dear], [], prompts=2).engines(1) == [dear], "of so few samples a slow one is given none"
+    assert fleet([cheap, less], []).machines(1) == [[less]]
+    assert fleet([cheap, dear], []).machines(1) == [[cheap]]
+    assert fleet([cheap, dear], [], prompts=2).machines(1) == [[dear]], "of so few samples a slow one is given none"
     middling = replace(cheap, price_per_h=4.0)
-    assert fleet([middling, untold, dear], []).engines(1) == [untold], "it may cost the mean, and is fast"
+    assert fleet([middling, untold, dear], []).machines(1) == [[untold]], "it may cost the mean, and is fast"
     assert fleet([], [by_hand]).prices(2) == [None, None], "what one costs is not known from it"
-    assert fleet([], []).engines(1) == [engine()]
+    assert fleet([], []).machines(1) == [[engine()]]
     assert fleet([dear], []).prices(0) == []
+
+
+def test_a_machine_of_several_instances_stays_or_goes_or_comes_with_all_of_them_at_its_one_price() -> None:
+    def on(name: str, price: float, *factors: float) -> list[Engine]:
+        return [replace(engine(by), price_per_h=price, machine=name) for by in factors]
+
+    pair, single, by_hand = on("a", 6.0, 1.0, 1.0), on("b", 4.0, 1.0), on("", 0.0, 1.0, 1.0)
+    mixed = [pair[0], by_hand[0], single[0], pair[1], by_hand[1]]
+    other = OtherFleets.of(Facts(GROUPS, 32, mixed, [engine()], TRAINING, joined=[single[0], *pair, *by_hand]), {})
+    assert other.machines(4) == [[by_hand[0]], [by_hand[1]], pair, single], "two for six are cheaper than one for four"
+    assert other.prices(7) == [0.0, 0.0, 6.0, 4.0, 4.0, 6.0, 4.0]
+    assert other.machines(6)[4:] == [single, pair]
+
+    def predicted(remote: list[Engine], machines: int) -> float | None:
+        bits = OtherFleets.of(Facts(GROUPS, 32, remote, [engine()], TRAINING, joined=remote), {}).seconds(machines)
+        while True:
+            try:
+                next(bits)
+            except StopIteration as end:
+                return end.value
+
+    alone = [engine() for _ in range(4)]
+    assert predicted([*pair, *on("c", 6.0, 1.0, 1.0)], 2) == predicted(alone, 4)
+    assert predicted(pair, 2) == predicted(alone, 4), "a further one has two, too"
 
 
 # ---- instances
@@ -356,6 +381,20 @@ def test_of_those_that_are_gone_the_ones_that_joined_last_are_remembered_whoever
     for name in reversed(names):
         policy.gone(name)
     assert [round(engine.speed.base_s / TRUTH.base_s) for engine in policy.joined()] == list(range(JOINED + 2, 2, -1))
+
+
+def test_a_machine_whose_instance_was_away_has_joined_once_with_those_that_are_there() -> None:
+    arrivals, one = Arrivals(), engine()
+    for name, machine in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("c1", "")):
+        arrivals.see(name, replace(one, machine=machine))
+    arrivals.gone("a1")
+    assert [engine.machine for engine in arrivals.newest()] == ["", "b", "a", "a"], "it may be gone as a whole"
+    for back in range(3):
+        arrivals.see(f"a1 again {back}", replace(one, machine="a"))
+        assert [engine.machine for engine in arrivals.newest()] == ["a", "", "b", "a"]
+        arrivals.gone(f"a1 again {back}")
+    arrivals.gone("a2")
+    assert [engine.machine for engine in arrivals.newest()] == ["a", "", "b", "a"]
 
 
 def test_one_that_was_too_slow_is_tried_with_a_few_samples_now_and_then_and_comes_back() -> None:

@@ -141,7 +141,7 @@ def test_strategies_are_put_together_as_they_are_told_on_their_page() -> None:
     size = made["penstock"].size
     assert isinstance(size, FleetSize)
     config = size.config
-    assert (config.reserved_price, config.instance_price, config.start_s) == (40.0, 3.0, 2.0)
+    assert (config.reserved_price, config.machine_price, config.start_s) == (40.0, 3.0, 2.0)
     assert (config.floor, config.ceiling, size.reserved_engines) == (0, 7, 2)
     own = {
         name: (type(one.window).__name__, type(one.balance).__name__, type(one.size).__name__)

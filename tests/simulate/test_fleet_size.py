@@ -89,7 +89,7 @@ def test_manager_and_simulator_come_to_the_same_number_from_the_same_facts(
     profile = small_profile(prices=prices, reserved_beside=beside)
     strategy = make_strategy("penstock", profile)
     assert isinstance(strategy.window, Offload)
-    config = FleetSizeConfig(ceiling=8, first=4, reserved_price=40.0, instance_price=spot_price, start_s=2.0)
+    config = FleetSizeConfig(ceiling=8, first=4, reserved_price=40.0, machine_price=spot_price, start_s=2.0)
     size = strategy.size = Recorded(config, profile.reserved_instances, strategy.window)
     simulate(profile, static_trace(machines, 1e6), strategy, steps=7)
 

@@ -27,7 +27,7 @@ class FleetConfig(Section):
     """Options of the provisioner, by name."""
     floor: int = Field(default=0, ge=0)
     """There are never fewer for longer than one takes to start, unless the budget is spent. Instances that joined by
-    hand are part of it, and of `first` and the ceiling, from when they connect."""
+    hand are part of it, and of `first` and the ceiling, each as one, from when they connect."""
     ceiling: int = Field(default=8, ge=0)
     """No machine is asked for beyond it, those that start or leave included."""
     first: int = Field(default=1, ge=0)

@@ -62,6 +62,8 @@ class InstanceLoad:
     """On one of the trainer's own devices; remote otherwise."""
     price_per_h: float | None = None
     """Of a remote one's machine, in dollars; 0 where the run does not pay for it, None where that is not known."""
+    machine: str = ""
+    """The machine that a remote one is on, and goes with, where the run has asked for it; else empty."""
 
 
 @dataclass(frozen=True, slots=True)

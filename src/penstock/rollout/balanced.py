@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from penstock.rollout.arrivals import Arrivals
 from penstock.rollout.balance import InstanceLoad, Move, PlacedSample, Queue, Report, ShortestQueue
 from penstock.rollout.curves import AnswerLengths, Speed, StepCurve, drain_s
 from penstock.rollout.step_replay import NEARLY_ALL, Engine, Plan, first_ones, limited
@@ -56,8 +57,6 @@ HALVES = 0.5
 """Of the time to the later end, by which a move is made however often a sample was moved: a fast instance is idle, and
 what a slow one holds would last. Who gains that much time and again soon has nothing left to gain."""
 FASTEST = Beside()
-JOINED = 16
-"""Remote instances that joined last, by which a further one is judged."""
 LATELY = 0.1
 """Weight of the newest report in a running mean over the fleet's."""
 GOLDEN = 0x9E3779B97F4A7C15
@@ -108,11 +107,7 @@ class Balanced(ShortestQueue):
     """Each instance beside the fastest one of its kind, at the last question."""
     _unheard: dict[str, int] = field(default_factory=dict)
     """Batches that ended since an instance's last report."""
-    _joined: dict[str, tuple[int, Engine]] = field(default_factory=dict)
-    """Remote instances, and as which of them each was known first."""
-    _left: list[tuple[int, Engine]] = field(default_factory=list)
-    """The same of those that are gone."""
-    _arrivals: int = 0
+    _arrivals: Arrivals = field(default_factory=Arrivals)
     _compared: tuple[float, list[str]] | None = None
     """What they were compared for, since the last report."""
     _weights: dict[str, float] = field(default_factory=dict)
@@ -164,9 +159,7 @@ class Balanced(ShortestQueue):
         for known in (self._memory, self._weights, self._reserved, self._reserves, self._emptiest, self._unheard):
             known.pop(instance, None)
         self._beside.pop(instance, None)
-        if (joined := self._joined.pop(instance, None)) is not None:
-            # Whoever came last counts, whoever went last.
-            self._left = sorted([*self._left, joined], key=lambda arrival: arrival[0])[-JOINED:]
+        self._arrivals.gone(instance)
         self._compared = None
         self._smallest.clear()
 
@@ -235,17 +228,14 @@ class Balanced(ShortestQueue):
             return None
         memory, reserve = self.memory(load.instance), self.reserve(load.instance)
         known = self._comparable_speed(load.instance) is not None
-        engine = Engine(speed, load.max_running, starts_s, memory, reserve, known, load.price_per_h)
+        engine = Engine(speed, load.max_running, starts_s, memory, reserve, known, load.price_per_h, load.machine)
         if known and not load.reserved:
-            number, _ = self._joined.get(load.instance) or (self._arrivals, engine)
-            self._arrivals += number == self._arrivals
-            self._joined[load.instance] = number, engine
+            self._arrivals.see(load.instance, engine)
         return engine
 
     def joined(self) -> list[Engine]:
-        """Remote instances that joined last, the newest first, those that are gone since among them."""
-        known = sorted([*self._joined.values(), *self._left], key=lambda arrival: -arrival[0])
-        return [engine for _, engine in known[:JOINED]]
+        """Remote instances of the machines that joined last, the newest first, those that are gone since among them."""
+        return self._arrivals.newest()
 
     def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:
         self._per_prompt, self._elapsed_s = queue.samples_per_prompt, queue.elapsed_s

@@ -149,6 +149,7 @@ class Balancing:
             pending=self.pending(instance),
             reserved=instance.reserved,
             price_per_h=instance.price_per_h,
+            machine=instance.machine,
         )
 
     def rates(self, instances: Iterable[Instance]) -> dict[str, float]:

@@ -100,6 +100,8 @@ class Instance:
     """Gets no more work, since its machine is about to be released."""
     price_per_h: float | None = None
     """Of its machine; 0 for one that nobody here has asked for, None where that is not known."""
+    machine: str = ""
+    """The one of those that were asked for on which it is; empty for none."""
     turning: bool = False
     """Gets no more work until it has loaded what the oldest samples that wait need, and nobody else has."""
     before: int = NO_VERSION

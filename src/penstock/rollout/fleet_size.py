@@ -1,5 +1,6 @@
-"""How many remote instances to ask for: the number with the cheapest step, at today's prices, with preemptions and
-start-up time counted in. It moves only where that pays and has paid for several steps in a row, and turns back only
+"""How many remote machines to ask for: the number with the cheapest step, at today's prices, with preemptions and
+start-up time counted in. One with several instances comes and goes as a whole; an instance that joined by hand counts
+as a machine. The number moves only where that pays and has paid for several steps in a row, and turns back only
 where staying has cost the more the oftener it has turned.
 
 Steps with other numbers are replayed where somebody can (`Predictor`), and as that takes a while for each number, it is
@@ -24,10 +25,10 @@ __all__ = ["FleetSize", "FleetSizeConfig"]
 SMOOTH = 0.3
 """Weight of the newest step in a running mean."""
 MEMORY_H = 1.0
-"""Losses, and the instance-hours that they fell into, fade by e in so long: steps may be far shorter than machines'
+"""Losses, and the machine-hours that they fell into, fade by e in so long: steps may be far shorter than machines'
 lives, and what one of them lost says little."""
 FIRST_H = 1.0
-"""Instance-hours without a loss that the rate begins with; they fade too. Else a loss in the first minute would be one
+"""Machine-hours without a loss that the rate begins with; they fade too. Else a loss in the first minute would be one
 every minute."""
 FIRST_FACTOR = 2
 """Before a step with another number can be replayed, no more than so many times the number is asked for: a long answer
@@ -47,13 +48,13 @@ class FleetSizeConfig:
     floor: int = 0
     ceiling: int = 64
     budget_per_h: float = math.inf
-    """For remote instances."""
+    """For remote machines."""
     reserved_price: float = 0.0
-    instance_price: float = 0.0
+    machine_price: float = 0.0
     hour_worth: float = 0.0
     """What an hour less is worth, beside what the machines cost in it: 0 minds the dollars alone."""
     start_s: float = 0.0
-    """From asking for an instance to its first token."""
+    """From asking for a machine to its first token."""
     patience: int = 2
     """Steps in a row that must ask for a change in one direction."""
     worth: float = 0.01
@@ -65,20 +66,20 @@ class FleetSizeConfig:
 
 
 class _NotReplayed(Exception):
-    """A step with so many instances has to be replayed first: that is `bits`."""
+    """A step with so many machines has to be replayed first: that is `bits`."""
 
-    def __init__(self, instances: int, bits: Generator[None, None, float | None]) -> None:
-        super().__init__(f"a step with {instances} instances is not replayed yet")
-        self.instances, self.bits = instances, bits
+    def __init__(self, machines: int, bits: Generator[None, None, float | None]) -> None:
+        super().__init__(f"a step with {machines} machines is not replayed yet")
+        self.machines, self.bits = machines, bits
 
 
 class FleetSize:
-    """How many remote instances to ask for.
+    """How many remote machines to ask for.
 
-    With W instance-seconds of generating in a step, R reserved engines and T seconds of training, n remote instances
-    make a step of max(T, (W + R T) / (R + n)) seconds and a fixed rest, or of max(T, W / (R + n)) where reserved
-    engines generate beside training; an instance that lives L seconds between preemptions is of use for the share
-    L / (L + start). The number with the lowest cost of a step is wanted.
+    With W instance-seconds of generating in a step, R reserved engines and T seconds of training, machines with n
+    instances make a step of max(T, (W + R T) / (R + n)) seconds and a fixed rest, or of max(T, W / (R + n)) where
+    reserved engines generate beside training; a machine that lives L seconds between preemptions is of use for the
+    share L / (L + start). The number with the lowest cost of a step is wanted.
     """
 
     def __init__(self, config: FleetSizeConfig, reserved_engines: int) -> None:
@@ -93,11 +94,13 @@ class FleetSize:
         self.beside = False
         """Reserved engines generate while the trainer trains, as far as the last step tells."""
         self._losses = 0.0
-        self._instance_h = FIRST_H
+        self._machine_h = FIRST_H
         self._predictor: Predictor | None = None
         self._predicted: dict[int, float | None] = {}
         self.unpaid = 0
-        """Instances that are there at no cost to the budget: nobody here has asked for them."""
+        """Instances that are there at no cost to the budget, each as a machine: nobody here has asked for them."""
+        self.per_machine = 1.0
+        """Instances on one that was asked for, on the mean."""
         self.wanted = max(self._floor, min(config.ceiling, self._affordable, config.first))
         self.cause = "nothing is known yet"
         self._asked = 0
@@ -114,7 +117,7 @@ class FleetSize:
     def ended(self, times: StepTimes, predictor: Predictor | None = None, beside: bool = False) -> int:
         """Learns from a step as `learn_step`, and returns the number wanted from here on.
 
-        `predictor` gives the seconds of a step with so many instances, if it can; else the two sides are taken to share
+        `predictor` gives the seconds of a step with so many machines, if it can; else the two sides are taken to share
         the work without loss.
         """
         self.learn_step(times, beside)
@@ -132,7 +135,7 @@ class FleetSize:
             try:
                 return self._decide()
             except _NotReplayed as asked:
-                self._predicted[asked.instances] = yield from asked.bits
+                self._predicted[asked.machines] = yield from asked.bits
         return self.wanted
 
     def learn_step(self, times: StepTimes, beside: bool = False) -> None:
@@ -147,7 +150,7 @@ class FleetSize:
         kept = math.exp(-step_h / MEMORY_H)
         # A loss may be booked a step late, when none is left: it counts for the hours before it all the same.
         self._losses = kept * self._losses + times.preemptions
-        self._instance_h = kept * self._instance_h + times.fleet * step_h
+        self._machine_h = kept * self._machine_h + self._machines(times.fleet) * step_h
         if self.work_s is None:
             self.work_s, self.train_s, self.rest_s = work_s, times.train_s, rest_s
         else:
@@ -155,63 +158,78 @@ class FleetSize:
             self.train_s += SMOOTH * (times.train_s - self.train_s)
             self.rest_s += SMOOTH * (rest_s - self.rest_s)
 
-    def step_s(self, instances: int) -> float:
+    def step_s(self, machines: int) -> float:
         """A step with so many, as far as is known; of numbers that the last decision looked at."""
         if self.work_s is None:
             raise ValueError("no step has ended yet")
-        useful = instances * self.useful_share
+        useful = machines * self.useful_share
         whole = int(useful + 1e-9)
         below = self._replayed(whole)
         above = self._replayed(whole + 1) if below is not None and useful - whole > 1e-9 else None
         if below is not None:
             return below if above is None else below + (useful - whole) * (above - below)
-        engines = self.reserved_engines + useful
+        engines = self.reserved_engines + self._instances(useful)
         turned_s = 0.0 if self.beside else self.reserved_engines * self.train_s
         split_s = (self.work_s + turned_s) / engines if engines > 0 else math.inf
         return max(self.train_s, split_s) + self.rest_s
 
-    def _replayed(self, instances: int) -> float | None:
-        """None where nobody can say."""
-        if self._predictor is not None and instances not in self._predicted:
-            raise _NotReplayed(instances, self._predictor.seconds(instances))
-        return self._predicted.get(instances)
+    def _instances(self, machines: float) -> float:
+        """On so many machines, of which those that joined by hand come first."""
+        return min(machines, self.unpaid) + self.per_machine * max(0.0, machines - self.unpaid)
 
-    def step_cost(self, instances: int) -> float:
+    def _machines(self, instances: float) -> float:
+        """That have so many instances."""
+        return min(instances, self.unpaid) + max(0.0, instances - self.unpaid) / self.per_machine
+
+    def _replayed(self, machines: int) -> float | None:
+        """None where nobody can say."""
+        if self._predictor is not None and machines not in self._predicted:
+            raise _NotReplayed(machines, self._predictor.seconds(machines))
+        return self._predicted.get(machines)
+
+    def step_cost(self, machines: int) -> float:
         """Dollars, the worth of time included."""
         config = self.config
-        hourly = config.reserved_price + config.hour_worth + sum(self._prices(instances))
-        if hourly <= 0 and config.instance_price <= 0:
+        hourly = config.reserved_price + config.hour_worth + sum(self._prices(machines))
+        if hourly <= 0 and config.machine_price <= 0:
             # Where nothing costs anything, time alone counts.
             hourly = 1.0
-        return hourly * self.step_s(instances) / 3600
+        return hourly * self.step_s(machines) / 3600
 
-    def _prices(self, instances: int) -> Sequence[float]:
+    def _prices(self, machines: int) -> Sequence[float]:
         """Dollars an hour of each; those that stay first."""
         if self._predictor is None:
-            return [self.config.instance_price] * instances
-        usual = self.config.instance_price
-        return [usual if price is None else price for price in self._predictor.prices(instances)]
+            return [self.config.machine_price] * machines
+        usual = self.config.machine_price
+        return [usual if price is None else price for price in self._predictor.prices(machines)]
 
     def learn(
-        self, *, start_s: float | None = None, instance_price: float | None = None, unpaid: int | None = None
+        self,
+        *,
+        start_s: float | None = None,
+        machine_price: float | None = None,
+        unpaid: int | None = None,
+        per_machine: float | None = None,
     ) -> None:
-        """Start-up time and price as they were seen lately, in place of the configured ones."""
+        """Start-up time and price as they were seen lately, in place of the configured ones; how many instances nobody
+        here has asked for, and how many there are on a machine."""
         self.unpaid = self.unpaid if unpaid is None else unpaid
+        self.per_machine = self.per_machine if per_machine is None else per_machine
         now = self.config
         self.config = replace(
             now,
             start_s=now.start_s if start_s is None else start_s,
-            instance_price=now.instance_price if instance_price is None else instance_price,
+            machine_price=now.machine_price if machine_price is None else machine_price,
         )
 
     @property
     def preemptions_per_h(self) -> float:
-        """Of one instance, lately."""
-        return self._losses / self._instance_h if self._instance_h > 0 else 0.0
+        """Of one machine, lately."""
+        return self._losses / self._machine_h if self._machine_h > 0 else 0.0
 
     @property
     def useful_share(self) -> float:
-        """Of an instance's paid time in which it may work."""
+        """Of a machine's paid time in which it may work."""
         return 1 / (1 + self.preemptions_per_h * self.config.start_s / 3600)
 
     @property
@@ -271,7 +289,7 @@ class FleetSize:
             self._went_to(bounded)
         self._turns = max(0.0, self._turns - 1 / FORGOTTEN_STEPS)
         cost = self.step_cost(bounded)
-        # Instances that cost nothing, beside reserved ones without a price, make steps that cost nothing.
+        # Machines that cost nothing, beside reserved ones without a price, make steps that cost nothing.
         gain = max(saving / cost if cost > 0 else 0.0, faster)
         asks = direction if gain > config.worth else 0
         self._saving = KEPT * self._saving + asks * gain

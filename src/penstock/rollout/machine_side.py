@@ -86,10 +86,12 @@ class MachineSide:
         ]
         orders = self.provisioning.tick(views, self._out.now, self._out.trainer_connected)
         machines = self.provisioning.machines
-        cordoned, prices = machines.cordoned, machines.prices
+        cordoned, places = machines.cordoned, machines.places
         for instance in self._fleet:
             instance.cordoned = instance.peer in cordoned
-            instance.price_per_h = None if instance.reserved else prices.get(instance.peer, 0.0)
+            machine = places.get(instance.peer)
+            instance.machine = machine.name if machine is not None else ""
+            instance.price_per_h = machine.known_price if machine is not None else None if instance.reserved else 0.0
         for peer, cause in orders.leave:
             leaving = self._fleet.get(peer)
             if leaving is not None:

@@ -1,8 +1,9 @@
-"""Steps with other numbers of remote instances: which ones those would be, what they cost, and how long a step takes.
+"""Steps with other numbers of remote machines: which ones those would be, what they cost, and how long a step takes.
 
 Fewer are those that would stay by the order in which machines are released (`releases`), but for what runs on them,
 which nobody knows of a step to come; further ones are like those that joined last: those there are may be what was kept
-of many. Decides no number; that is `fleet_size`'s.
+of many. A machine is all the instances on it, and one that joined by hand is one by itself. Decides no number; that is
+`fleet_size`'s.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ __all__ = ["OtherFleets", "Predictor"]
 
 
 class Predictor(Protocol):
-    """Steps with so many remote instances."""
+    """Steps with so many remote machines."""
 
-    def seconds(self, instances: int) -> Generator[None, None, float | None]:
+    def seconds(self, machines: int) -> Generator[None, None, float | None]:
         """Of a step, worked out bit by bit, some milliseconds each; None where nobody can say."""
         ...
 
-    def prices(self, instances: int) -> Sequence[float | None]:
-        """Dollars an hour of each of the instances; None where its price is not known. With more instances further
-        ones follow, and nobody else's changes."""
+    def prices(self, machines: int) -> Sequence[float | None]:
+        """Dollars an hour of each of them; None where its price is not known. With more machines further ones follow,
+        and nobody else's changes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """An instance that may be given up."""
+    """A machine that may be given up."""
 
-    engine: Engine
+    engines: Sequence[Engine]
     number: int
     rate: float
     samples: int = 0
 
     @property
     def known_price(self) -> float | None:
-        return self.engine.price_per_h
+        return self.engines[0].price_per_h
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,36 +53,51 @@ class OtherFleets:
 
     facts: Facts
     plans: Mapping[int, Plan]
-    """By number: where a search begins."""
-    there: Sequence[Engine]
-    further: Sequence[Engine]
+    """By number of instances: where a search begins."""
+    there: Sequence[Sequence[Engine]]
+    """Of each machine, its instances."""
+    further: Sequence[Sequence[Engine]]
     """One after the other, and from the first one again."""
 
     @classmethod
     def of(cls, facts: Facts, plans: Mapping[int, Plan]) -> OtherFleets:
         remote = facts.remote
         known = rates(remote, len(facts.reserved), facts.prompt_tokens, facts.groups)
-        rated = [_Kept(engine, k, rate) for k, (engine, rate) in enumerate(zip(remote, known))]
-        there = [kept.engine for kept in reversed(first_to_go(rated))]
-        # An instance that costs nothing is nobody's to ask for.
-        joined = [engine for engine in facts.joined if engine.price_per_h != 0] or facts.joined
-        further = joined or there or facts.reserved[:1]
-        return cls(facts, plans, there, [replace(engine, price_per_h=engine.price_per_h or None) for engine in further])
+        rated = [
+            _Kept([remote[k] for k in places], number, sum(known[k] for k in places))
+            for number, places in enumerate(_by_machine(remote))
+        ]
+        there = [kept.engines for kept in reversed(first_to_go(rated))]
+        joined = [[facts.joined[k] for k in places] for places in _by_machine(facts.joined)]
+        # One that costs nothing is nobody's to ask for.
+        asked_for = [machine for machine in joined if machine[0].price_per_h != 0] or joined
+        further = asked_for or there or [facts.reserved[:1]]
+        further = [[replace(one, price_per_h=one.price_per_h or None) for one in machine] for machine in further]
+        return cls(facts, plans, there, further)
 
-    def engines(self, instances: int) -> list[Engine]:
-        more = [self.further[k % len(self.further)] for k in range(instances - len(self.there))]
-        return [*self.there[:instances], *more]
+    def machines(self, number: int) -> list[Sequence[Engine]]:
+        """Of each of so many, its instances."""
+        more = [self.further[k % len(self.further)] for k in range(number - len(self.there))]
+        return [*self.there[:number], *more]
 
-    def prices(self, instances: int) -> list[float | None]:
-        return [engine.price_per_h for engine in self.engines(instances)]
+    def prices(self, machines: int) -> list[float | None]:
+        return [machine[0].price_per_h for machine in self.machines(machines)]
 
-    def seconds(self, instances: int) -> Generator[None, None, float | None]:
-        facts, remote = self.facts, self.engines(instances)
+    def seconds(self, machines: int) -> Generator[None, None, float | None]:
+        facts, remote = self.facts, [engine for machine in self.machines(machines) for engine in machine]
         if not (remote or facts.reserved):
             return None
         step_s: float | None = None
-        groups, tokens, training, near = facts.groups, facts.prompt_tokens, facts.training, self.plans.get(instances)
+        groups, tokens, training, near = facts.groups, facts.prompt_tokens, facts.training, self.plans.get(len(remote))
         for best in search(groups, tokens, remote, facts.reserved, training, near, facts.earlier):
             step_s = best.step_s if best is not None else None
             yield
         return step_s
+
+
+def _by_machine(engines: Sequence[Engine]) -> list[list[int]]:
+    """Places of the instances of each machine, in order of the first ones."""
+    found: dict[str | int, list[int]] = {}
+    for k, engine in enumerate(engines):
+        found.setdefault(engine.machine or k, []).append(k)
+    return list(found.values())

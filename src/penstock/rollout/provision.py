@@ -65,6 +65,8 @@ class Provision:
         self.wanted = 0
         self.start_s = config.start_s
         """As measured lately."""
+        self.per_machine = 1.0
+        """Instances on one, on the mean of those that work; as it was last where none does."""
         self.counts: Counter[str] = Counter()
         """Of machines asked for, released, failed, lost and never joined; of failed calls by their kind."""
         self.ending = ""
@@ -103,9 +105,9 @@ class Provision:
         return {peer for machine in self._machines if not machine.counts for peer in machine.peers}
 
     @property
-    def prices(self) -> dict[str, float | None]:
-        """Dollars an hour, by peer, of the machine that each instance is on; None where nobody has told."""
-        return {peer: machine.known_price for machine in self._machines for peer in machine.peers}
+    def places(self) -> dict[str, Machine]:
+        """The machine that each instance is on, by peer."""
+        return {peer: machine for machine in self._machines for peer in machine.peers}
 
     @property
     def by_hand(self) -> int:
@@ -122,6 +124,11 @@ class Provision:
         losses, self._losses = self._losses, 0
         return losses
 
+    @property
+    def _usual(self) -> int:
+        """Instances that are taken to join on a machine."""
+        return max(1, round(self.per_machine))
+
     # ---- what is wanted
 
     @property
@@ -131,7 +138,7 @@ class Provision:
         return sum(prices) / len(prices) if prices else self.purse.price_per_h(self._now or 0.0)
 
     def want(self, number: int, now: float) -> None:
-        """So many remote instances are worth having from now on, those that joined by hand among them."""
+        """So many remote machines are worth having from now on, instances that joined by hand among them as one each."""
         self.wanted = number
         self._wanted_lately.note(self._worth_keeping(), now)
 
@@ -302,7 +309,7 @@ class Provision:
     def _adopt(self, name: str, now: float, cause: str) -> Machine:
         """A machine that this manager has not asked for is its own from now on."""
         price = self.purse.price_per_h(now) or 0.0
-        machine = Machine(self.calls.number(), price, asked_at=now, since=now, id=name, adopted=True)
+        machine = Machine(self.calls.number(), price, now, now, id=name, adopted=True, instances=self._usual)
         self._machines.append(machine)
         self._clean = False
         self._enter(machine, S.STARTING, cause, now, before="")
@@ -327,12 +334,15 @@ class Provision:
                 self._present(machine, found[machine.number], now)
             elif machine.peers:
                 self._absent(machine, now)
+        if working := [len(machine.peers) for machine in self._machines if machine.counts and machine.peers]:
+            self.per_machine = fmean(working)
         ours = {peer for machine in self._machines for peer in machine.peers}
         self._by_hand.see(others, ours, lambda name: self._just_ended(name, now), now)
 
     def _present(self, machine: Machine, views: Sequence[InstanceView], now: float) -> None:
         self.purse.found(machine, now)
         machine.peers, machine.missing = tuple(view.peer for view in views), 0
+        machine.instances = len(views)
         machine.samples = sum(view.samples for view in views)
         # One that has just come back is what it was.
         if known := [view.rate for view in views if view.rate is not None]:
@@ -437,7 +447,7 @@ class Provision:
         self._clean = False
         price = self.purse.price_per_h(now) or 0.0
         for _ in range(count):
-            machine = Machine(self.calls.number(), price, asked_at=now, since=now, call=call.call)
+            machine = Machine(self.calls.number(), price, now, now, call=call.call, instances=self._usual)
             self._machines.append(machine)
             self.counts["asked"] += 1
             self._enter(machine, S.ASKED, f"{self._why(number)}, there: {counting}", now, before="")

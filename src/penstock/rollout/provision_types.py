@@ -128,6 +128,8 @@ class Machine:
     """Once it is released, it has failed for this reason."""
     peers: tuple[str, ...] = ()
     """Of its instances, while any is there."""
+    instances: int = 1
+    """On it, as was last known."""
     samples: int = 0
     """On all of them."""
     instance_rate: float = 1.0
@@ -165,7 +167,7 @@ class Machine:
     @property
     def rate(self) -> float:
         """What all its instances do in a time, beside the fastest one of all."""
-        return max(1, len(self.peers)) * self.instance_rate
+        return self.instances * self.instance_rate
 
     @property
     def may_go(self) -> bool:
@@ -232,7 +234,7 @@ class ProvisionConfig:
     """Bounds, prices (dollars) and deadlines. See `fleet` in the run's configuration."""
 
     floor: int = 0
-    """Of this and the ceiling, instances that joined by hand are part."""
+    """Of machines. Of this and the ceiling, instances that joined by hand are part, each as one."""
     ceiling: int = 8
     first: int = 1
     """Wanted before anything is known."""

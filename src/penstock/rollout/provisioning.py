@@ -39,7 +39,7 @@ class Provisioning:
                 ceiling=config.ceiling,
                 budget_per_h=config.budget_per_h,
                 reserved_price=config.reserved_price_per_h,
-                instance_price=config.price_per_h,
+                machine_price=config.price_per_h,
                 hour_worth=config.hour_worth,
                 start_s=config.start_s,
                 patience=config.patience,
@@ -69,7 +69,12 @@ class Provisioning:
         """A step is over: it is learned from, and the number is to be thought over. `predictor`: where somebody can say
         how long other steps would take. `beside`: reserved engines generated while the trainer trained."""
         machines = self.machines
-        self.size.learn(start_s=machines.start_s, instance_price=machines.price_per_h, unpaid=machines.by_hand)
+        self.size.learn(
+            start_s=machines.start_s,
+            machine_price=machines.price_per_h,
+            unpaid=machines.by_hand,
+            per_machine=machines.per_machine,
+        )
         self.size.learn_step(self._use.step(report, self.machines.take_losses()), beside)
         if self._deciding is None:
             # Else the thought goes on: with steps shorter than it, a new one each time would never end.

@@ -57,7 +57,9 @@ class Engine:
     known: bool = True
     """The speed is its own, and not that of others like it."""
     price_per_h: float | None = None
-    """Dollars; 0 where nobody here pays for it, None where that is not known."""
+    """Of its machine, in dollars; 0 where nobody here pays for it, None where that is not known."""
+    machine: str = ""
+    """The machine that it is on, and comes and goes with; empty where it is one by itself."""
 
 
 @dataclass(frozen=True, slots=True)

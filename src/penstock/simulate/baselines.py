@@ -289,7 +289,7 @@ def _penstock(profile: Profile, wish: _Wish) -> Strategy:
         budget_per_h=wish.bounds.budget_per_h,
         hour_worth=wish.bounds.hour_worth,
         reserved_price=profile.prices.reserved,
-        instance_price=profile.prices.spot,
+        machine_price=profile.prices.spot,
         start_s=profile.spot.boot_s,
     )
     size: SizePolicy = wish.fixed or FleetSize(config, profile.reserved_instances)
