@@ -679,6 +679,19 @@ def test_where_two_numbers_are_as_good_chance_does_not_move_it_back_and_forth(se
     assert after == 3
 
 
+@pytest.mark.parametrize(("alone", "after"), [(0.9, 2), (0.97, 8)])
+def test_the_fewest_are_looked_at_wherever_the_search_stands(alone: float, after: int) -> None:
+    """Eight machines are the best number but for fewer than three, beyond dearer ones: by less than what nobody minds,
+    or by more."""
+    size = FleetSize(config(reserved_price=80.0, machine_price=5.0, ceiling=16, floor=2, first=8), 4)
+
+    def seconds(instances: int) -> float:
+        dollars = 1.2 * alone if instances < 3 else 1.2 + 0.1 * abs(instances - 8)
+        return 3600 * dollars / (80 + 5 * instances)
+
+    assert [size.ended(times(), replayed(seconds)) for _ in range(6)][-1] == after
+
+
 def test_before_a_step_can_be_replayed_the_number_no_more_than_doubles() -> None:
     """A step of which three quarters were spent on long answers looks like one with a lot of work."""
     guessed = FleetSize(config(ceiling=64, first=4), 4)

@@ -164,7 +164,7 @@ def test_a_report_that_comes_while_the_number_is_thought_over_is_learned_from_an
         if not world.manager.thinking:
             break
         assert provisioning.machines.wanted == 1
-    assert sorted(predictor.asked) == [1, 2, 3]
+    assert sorted(predictor.asked) == [0, 1, 2, 3]
     assert not world.manager.thinking
     assert provisioning.machines.wanted == 3
 

@@ -247,8 +247,20 @@ class FleetSize:
         return min(self.config.floor, self._affordable)
 
     def _best(self, least: int, most: int) -> int:
-        """The cheapest number, found downhill from the one wanted: the cost has one valley but for noise."""
-        at = max(least, min(most, self.wanted))
+        """The cheapest number, found downhill from the one wanted. The cost has one valley but for noise, and where
+        machines are dear for what they do another one at the fewest."""
+        at = self._downhill(max(least, min(most, self.wanted)), least, most)
+        if self.step_cost(least) < self.step_cost(at) * (1 - self.config.indifference):
+            at = self._downhill(least, least, most)
+        limit = self.step_cost(at) * (1 + self.config.indifference)
+        lowest = max(least, at - 2)
+        while lowest > least and self.step_cost(lowest) <= limit:
+            # As cheap, and perhaps as fast.
+            lowest -= 1
+        near = [n for n in range(lowest, min(most, at + 3) + 1) if self.step_cost(n) <= limit]
+        return min(near, key=lambda n: (self.step_s(n), n))
+
+    def _downhill(self, at: int, least: int, most: int) -> int:
         for stride in (4, 2, 1):
             moved = True
             while moved:
@@ -257,13 +269,7 @@ class FleetSize:
                     if least <= other <= most and self.step_cost(other) < self.step_cost(at) * (1 - 1e-9):
                         at, moved = other, True
                         break
-        limit = self.step_cost(at) * (1 + self.config.indifference)
-        lowest = max(least, at - 2)
-        while lowest > least and self.step_cost(lowest) <= limit:
-            # As cheap, and perhaps as fast.
-            lowest -= 1
-        near = [n for n in range(lowest, min(most, at + 3) + 1) if self.step_cost(n) <= limit]
-        return min(near, key=lambda n: (self.step_s(n), n))
+        return at
 
     def _decide(self) -> int:
         """Changes nothing before all that it asks for is replayed."""
@@ -306,7 +312,7 @@ class FleetSize:
             return self.wanted
         before = self.wanted
         self._went_to(best)
-        money = f"a step costs {abs(saving):.2f} dollars {'less' if saving >= 0 else 'more'}"
+        money = f"a step costs {abs(saving):.3g} dollars {'less' if saving >= 0 else 'more'}"
         self.cause = f"{before} to {best}: {money} and is {abs(faster):.1%} {'faster' if faster >= 0 else 'slower'}"
         return self.wanted
 

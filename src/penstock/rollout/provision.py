@@ -138,7 +138,7 @@ class Provision:
         return sum(prices) / len(prices) if prices else self.purse.price_per_h(self._now or 0.0)
 
     def want(self, number: int, now: float) -> None:
-        """So many remote machines are worth having from now on, instances that joined by hand among them as one each."""
+        """So many remote machines are worth having from now on, instances by hand among them as one each."""
         self.wanted = number
         self._wanted_lately.note(self._worth_keeping(), now)
 
