@@ -60,6 +60,18 @@ class Company(ShortestQueue):
         return max(1, PLACES + 2 - self.company.get(load.instance, 0))
 
 
+class Narrowing(ShortestQueue):
+    """Lets an instance hold as many as it is told."""
+
+    limit = 6
+
+    def fill(self, queue: Queue, load: InstanceLoad) -> int:
+        return super().fill(queue, load)
+
+    def room(self, load: InstanceLoad) -> int:
+        return self.limit
+
+
 class Greedy(ShortestQueue):
     def fill(self, queue: Queue, load: InstanceLoad) -> int:
         return self.max_pending
@@ -259,6 +271,33 @@ def test_suspects_and_moved_turns_cost_no_look_at_all_instances_for_each_sample_
     assert policy.asked - before < 10
     world.play_out()
     assert len(world.delivered) == 60
+
+
+def test_an_instance_that_is_full_for_older_samples_tries_suspects_of_younger_batches() -> None:
+    world = world_of(Narrowing, agents=0)
+    policy = world.manager.policy
+    leaves, fails, stays = (world.join_ready(name, max_running=PLACES) for name in ("leaves", "fails", "stays"))
+    assert isinstance(policy, Narrowing)
+    for k in range(20):
+        world.trainer(submit(turn_batch(SampleId("talk", k, 0), 2), prompts=[(1, 2)], max_new_tokens=6 + k))
+    policy.limit = 1
+    world.send(leaves, Goodbye(cause="its machine goes"))
+    world.send(fails, Goodbye(cause="a fault", engine_failed=True))
+    instance, tracker = world.manager.fleet.get(stays.peer), world.manager.tracker
+    assert instance is not None
+    tried = 0
+    while stays.sequences:
+        ended = len(world.delivered)
+        waiting = list(tracker.waiting(instance.version))
+        suspects = [k for k, batch in enumerate(waiting) if batch.suspects]
+        world.play(stays, 1)
+        load = world.manager.balancing.load(instance)
+        if len(world.delivered) > ended and suspects:
+            tries = not tracker.may_try(instance.id)
+            assert tries or load.samples > PLACES, "it has room for one, and tries none"
+            tried += tries and any(batch.assignable for batch in waiting[: suspects[0]])
+    assert tried
+    assert len(world.delivered) == 20
 
 
 @pytest.mark.parametrize(
