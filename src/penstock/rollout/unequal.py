@@ -24,8 +24,7 @@ PACE = 0.25
 """Over sixteen fleets with slow machines 0, 0.25 and 0.5 gave 0.975, 0.963 and 0.964 of the time that their fast ones
 take alone, and 1.03, 1.02 and 1.04 at worst (`docs/decisions.md`)."""
 ALIKE = 1.1
-"""Engines whose decode steps take less than this times the fastest one's are alike: learned speeds differ by chance.
-From there on what they are slower by counts double, until all of it counts: nothing jumps where chance decides."""
+"""Engines whose decode steps take less than this times the fastest one's are alike: learned speeds differ by chance."""
 LEAST_S = 1e-9
 """Of a sequence in a decode step, where nothing at all was learned."""
 NARROW = 0.25
@@ -88,9 +87,4 @@ def compared(engines: Sequence[tuple[Speed, int, float]], context: float) -> lis
     per_sequence_s = speed.sequence_s + context * speed.context_s
     knee = speed.base_s / max(per_sequence_s, LEAST_S)
     fit = memory / context if context > 0 else math.inf
-    return [Beside(_surely(step_s / least_s), knee, fit) for step_s in steps_s]
-
-
-def _surely(slower: float) -> float:
-    """How much of it is not taken for chance."""
-    return max(1.0, min(slower, 1 + 2 * (slower - ALIKE)))
+    return [Beside(step_s / least_s, knee, fit) if step_s > ALIKE * least_s else Beside() for step_s in steps_s]
