@@ -130,7 +130,11 @@ class World:
         hand = [InstanceView(f"hand-{k}", f"hand-{k}", "desk", False, True, False, 5) for k in range(self.by_hand)]
         if self.under_other_names:
             booted = [box for box in self.boxes.values() if box.connected]
-            return hand + [InstanceView(f"p-{b.id}", f"ip-{b.id}", f"ip-{b.id}", False, True, False, 5) for b in booted]
+            return hand + [
+                InstanceView(f"p{k}-{b.id}", f"gpu{k}" if k else f"ip-{b.id}", f"ip-{b.id}", False, True, False, 5)
+                for b in booted
+                for k in range(self.agents)
+            ]
         return hand + [
             InstanceView(
                 *(peer, peer if k == 0 else f"gpu{k}", f"{box.id}.internal", False, True, False, box.samples),

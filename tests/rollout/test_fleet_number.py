@@ -9,6 +9,7 @@ from penstock.rollout.fleet_size import FleetSize, FleetSizeConfig
 from penstock.rollout.manager import Manager, ManagerConfig
 from penstock.rollout.offload import StepTimes
 from penstock.rollout.provision_types import Add, InstanceView, ProvisionConfig, Release, Seen
+from penstock.rollout.provision_use import Use
 from penstock.rollout.windows import Turn
 from penstock.wire import StepReport
 
@@ -78,15 +79,19 @@ def test_a_machine_with_several_instances_is_worth_as_many(agents: int, by_hand:
     assert settled(Turn.SHARED, agents, by_hand, TRAIN_S * (OWN + 12), **prices) == wanted
 
 
-def test_losses_are_of_machines_however_many_instances_each_has() -> None:
-    found = []
-    for per_machine, unpaid, fleet in ((1.0, 0, 6.0), (3.0, 0, 18.0), (3.0, 2, 14.0)):
-        size = FleetSize(FleetSizeConfig(start_s=600.0), OWN)
-        size.learn(per_machine=per_machine, unpaid=unpaid)
-        for _ in range(200):
-            size.learn_step(StepTimes(fleet, 100.0, 50.0, 50.0, 0.0, 0.0, 0.0, preemptions=1))
-        found.append(size.preemptions_per_h)
-    assert found == pytest.approx([6.0] * 3, rel=0.02), "each machine goes once in ten minutes"
+@pytest.mark.parametrize(("agents", "by_hand"), [(1, 0), (3, 0), (3, 5)])
+def test_losses_are_of_machines_however_many_instances_each_has(agents: int, by_hand: int) -> None:
+    """Six machines, of which one is lost every hundred seconds."""
+    use, size = Use(), FleetSize(FleetSizeConfig(start_s=600.0), OWN)
+    views = [InstanceView(f"{k}", "", "", False, True, False, 1) for k in range(6 * agents + by_hand)]
+    now = 0.0
+    for step in range(200):
+        for _ in range(10):
+            now += 10.0
+            use.pass_time(views, now, 6)
+        report = StepReport(step=step, step_s=100.0, train_s=50.0, trainer_wait_s=0.0)
+        size.learn_step(use.step(report, losses=1))
+    assert size.preemptions_per_h == pytest.approx(6.0, rel=0.02), "each machine goes once in ten minutes"
 
 
 def test_engines_that_give_way_to_the_trainer_leave_more_to_others() -> None:

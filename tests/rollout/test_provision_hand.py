@@ -139,6 +139,17 @@ def test_machines_that_join_under_other_names_are_told_of_and_do_not_come_and_go
     assert world.asked_in_all <= 2 * 8
 
 
+def test_several_instances_on_one_host_may_be_those_of_a_machine_that_is_waited_for() -> None:
+    world = World(under_other_names=True, agents=4)
+    world.machines.want(2, 0.0)
+    world.pass_time(CONFIG.join_deadline_s - 1)
+    assert world.machines.by_hand == 8
+    assert world.asked_in_all == 2
+    assert not world.changes("releasing"), "they may join yet"
+    world.pass_time(10)
+    assert "but others did since it was asked for: gpu1 on ip-m-1, " in world.changes("releasing")[0].cause
+
+
 def test_an_instance_by_hand_lets_a_machine_go_that_joins_after_it() -> None:
     world = World(boots_s=40.0)
     world.machines.want(2, 0.0)
@@ -153,10 +164,12 @@ def test_an_instance_by_hand_lets_a_machine_go_that_joins_after_it() -> None:
 
 def test_instances_older_than_the_machines_are_by_hand_for_sure() -> None:
     by_hand = ByHand(15.0)
-    by_hand.see(hand(2, False, True), (), never, 10.0)
-    assert [by_hand.sure(asked) for asked in ([], [11.0, 12.0], [9.0, 12.0], [10.0, 9.0, 8.0])] == [2, 2, 1, 0]
-    assert by_hand.since(10.0) == ["h0 on desk", "h1 on desk"]
+    others = [replace(view, host=f"desk{k // 2}") for k, view in enumerate(hand(3, False, True))]
+    by_hand.see(others, (), never, 10.0)
+    assert [by_hand.sure(asked) for asked in ([], [11.0, 12.0], [9.0, 12.0], [10.0, 9.0, 8.0])] == [3, 3, 1, 0]
+    names = ["h0 on desk0", "h1 on desk0", "h2 on desk1"]
+    assert by_hand.since(10.0) == names
     by_hand.see([], (), never, 12.0)
-    assert by_hand.since(10.0) == ["h0 on desk", "h1 on desk"], "they may be back"
+    assert by_hand.since(10.0) == names, "they may be back"
     by_hand.see([], (), never, 30.0)
     assert by_hand.since(10.0) == []

@@ -12,8 +12,10 @@ from test_provision_manager import Provided
 
 from penstock.rollout.balanced import Balanced
 from penstock.rollout.curves import Speed
+from penstock.rollout.provision import Provision
 from penstock.rollout.provision_money import Purse
-from penstock.rollout.provision_types import Machine, MachineState
+from penstock.rollout.provision_types import Add, InstanceView, ListAll, Machine, MachineState, Seen
+from penstock.rollout.provisioning import Provisioning
 from penstock.rollout.releases import first_to_go, work_costs
 from penstock.wire import StepReport
 
@@ -114,7 +116,7 @@ def test_what_a_machine_does_is_what_all_its_instances_do_as_was_last_known(
 ) -> None:
     world = grown(1, agents=agents)
     world.boxes["m-1"].rate = 0.3
-    world.pass_time(1)
+    world.pass_time(CONFIG.settle_s + 1)
     assert world.machine("m-1").rate == pytest.approx(agents * 0.3)
     # Another instance on it: of that nothing is known yet.
     world.boxes["m-1"].rate = known
@@ -124,6 +126,7 @@ def test_what_a_machine_does_is_what_all_its_instances_do_as_was_last_known(
 
 def test_one_that_has_not_joined_or_is_away_counts_for_as_many_instances_as_others_or_it_had() -> None:
     world = grown(2, agents=2)
+    world.pass_time(CONFIG.settle_s + 1)
     world.machines.want(3, world.now)
     world.pass_time(5)
     assert world.machines.per_machine == 2.0
@@ -132,6 +135,37 @@ def test_one_that_has_not_joined_or_is_away_counts_for_as_many_instances_as_othe
     world.pass_time(5)
     assert world.machine("m-1").state is MachineState.STARTING
     assert world.machine("m-1").rate == 2.0
+
+
+def test_how_many_instances_a_machine_has_is_what_it_has_had_for_a_while() -> None:
+    provision = Provision(CONFIG, lambda event: None)
+    now = 0.0
+
+    def look(instances: int, seconds: float) -> tuple[int, float]:
+        nonlocal now
+        views = [InstanceView(f"p{k}", "m", "m", False, True, False, 1, 1.0) for k in range(instances)]
+        for _ in range(int(seconds)):
+            now += 1.0
+            for call in provision.tick(views, now).calls:
+                if isinstance(call, Add):
+                    provision.added(call.call, ["m"], now)
+                elif isinstance(call, ListAll):
+                    provision.listed(call.call, [Seen("m")], now)
+        return provision.machines[0].instances, provision.per_machine
+
+    provision.want(1, now)
+    assert look(0, 3) == (1, 1.0)
+    assert look(4, CONFIG.settle_s - 2) == (1, 1.0), "some may be there twice"
+    assert look(4, 4) == (4, 4.0)
+    assert look(1, 5) == (4, 4.0), "the others are back soon"
+    assert look(5, 3) == look(4, 5) == (4, 4.0)
+    assert look(3, CONFIG.rejoin_s + 2) == (3, 3.0)
+
+    before = Provisioning(CONFIG, lambda event: None)
+    before.machines = provision
+    again = Provisioning(CONFIG, lambda event: None)
+    again.restore(before.saved(now), now)
+    assert [machine.rate for machine in again.machines.machines] == [3.0]
 
 
 def test_a_price_that_nobody_has_told_is_taken_to_be_the_others_mean() -> None:

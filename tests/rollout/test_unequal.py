@@ -230,17 +230,18 @@ def test_other_numbers_are_of_those_that_stay_by_price_and_speed_and_of_further_
 
 def test_a_machine_of_several_instances_stays_or_goes_or_comes_with_all_of_them_at_its_one_price() -> None:
     def on(name: str, price: float, *factors: float) -> list[Engine]:
-        return [replace(engine(by), price_per_h=price, machine=name) for by in factors]
+        of_machine = len(factors) if name else 1
+        return [replace(engine(by), price_per_h=price, machine=name, of_machine=of_machine) for by in factors]
 
     pair, single, by_hand = on("a", 6.0, 1.0, 1.0), on("b", 4.0, 1.0), on("", 0.0, 1.0, 1.0)
     mixed = [pair[0], by_hand[0], single[0], pair[1], by_hand[1]]
-    other = OtherFleets.of(Facts(GROUPS, 32, mixed, [engine()], TRAINING, joined=[single[0], *pair, *by_hand]), {})
+    other = OtherFleets.of(Facts(GROUPS, 32, mixed, [engine()], TRAINING, joined=[single[0], pair[1], *by_hand]), {})
     assert other.machines(4) == [[by_hand[0]], [by_hand[1]], pair, single], "two for six are cheaper than one for four"
     assert other.prices(7) == [0.0, 0.0, 6.0, 4.0, 4.0, 6.0, 4.0]
     assert other.machines(6)[4:] == [single, pair]
 
     def predicted(remote: list[Engine], machines: int) -> float | None:
-        bits = OtherFleets.of(Facts(GROUPS, 32, remote, [engine()], TRAINING, joined=remote), {}).seconds(machines)
+        bits = OtherFleets.of(Facts(GROUPS, 32, remote, [engine()], TRAINING, joined=remote[:1]), {}).seconds(machines)
         while True:
             try:
                 next(bits)
@@ -250,6 +251,27 @@ def test_a_machine_of_several_instances_stays_or_goes_or_comes_with_all_of_them_
     alone = [engine() for _ in range(4)]
     assert predicted([*pair, *on("c", 6.0, 1.0, 1.0)], 2) == predicted(alone, 4)
     assert predicted(pair, 2) == predicted(alone, 4), "a further one has two, too"
+    assert predicted([*pair, *on("c", 6.0, 1.0, 1.0)[:1]], 2) == predicted(alone, 4), "the other one is about to join"
+
+
+def test_of_a_machine_with_an_instance_of_which_too_little_is_known_the_others_say_how_fast_it_is() -> None:
+    def on(name: str, *engines: Engine) -> list[Engine]:
+        return [replace(one, price_per_h=5.0, machine=name, of_machine=len(engines)) for one in engines]
+
+    slow, unknown = engine(3.0), replace(engine(), known=False)
+    mixed, fast = on("a", slow, unknown), on("b", engine())
+    other = OtherFleets.of(Facts(GROUPS, 32, [*mixed, *fast], [engine()], TRAINING), {})
+    assert other.machines(1) == [fast], "two slow ones do less than one fast one, as whoever releases has it"
+
+
+def test_which_machine_an_instance_is_on_goes_from_its_load_into_the_steps_that_are_predicted() -> None:
+    policy = learned(a1=1.0, a2=1.0, hand=1.0)
+    loads = [InstanceLoad(name, 0, PLACES, price_per_h=5.0, machine="a", of_machine=2) for name in ("a1", "a2")]
+    loads.append(InstanceLoad("hand", 0, PLACES, price_per_h=0.0))
+    remote = [found for load in loads if (found := policy.engine(load, 0.0)) is not None]
+    other = OtherFleets.of(Facts(GROUPS, 32, remote, [engine()], TRAINING, joined=policy.joined()), {})
+    assert [len(machine) for machine in other.machines(4)] == [1, 2, 2, 2]
+    assert other.prices(4) == [0.0, 5.0, 5.0, 5.0]
 
 
 # ---- instances
@@ -383,18 +405,24 @@ def test_of_those_that_are_gone_the_ones_that_joined_last_are_remembered_whoever
     assert [round(engine.speed.base_s / TRUTH.base_s) for engine in policy.joined()] == list(range(JOINED + 2, 2, -1))
 
 
-def test_a_machine_whose_instance_was_away_has_joined_once_with_those_that_are_there() -> None:
+def test_a_machine_whose_instance_was_away_has_joined_once_and_last() -> None:
     arrivals, one = Arrivals(), engine()
     for name, machine in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("c1", "")):
         arrivals.see(name, replace(one, machine=machine))
-    arrivals.gone("a1")
-    assert [engine.machine for engine in arrivals.newest()] == ["", "b", "a", "a"], "it may be gone as a whole"
+    assert [engine.machine for engine in arrivals.newest()] == ["", "b", "a"]
     for back in range(3):
+        arrivals.gone("a1" if not back else f"a1 again {back - 1}")
         arrivals.see(f"a1 again {back}", replace(one, machine="a"))
-        assert [engine.machine for engine in arrivals.newest()] == ["a", "", "b", "a"]
-        arrivals.gone(f"a1 again {back}")
-    arrivals.gone("a2")
-    assert [engine.machine for engine in arrivals.newest()] == ["a", "", "b", "a"]
+        assert [engine.machine for engine in arrivals.newest()] == ["a", "", "b"]
+    arrivals.see("c1", replace(one, machine="c"))
+    assert [engine.machine for engine in arrivals.newest()] == ["a", "c", "b"], "nobody knew where it was"
+    for name in ("a2", "a1 again 2", "b1", "c1"):
+        arrivals.gone(name)
+    assert [engine.machine for engine in arrivals.newest()] == ["a", "c", "b"]
+    for k in range(JOINED + 3):
+        arrivals.see(f"d{k}", replace(one, machine=f"d{k}"))
+        arrivals.gone(f"d{k}")
+    assert [engine.machine for engine in arrivals.newest()] == [f"d{k}" for k in range(JOINED + 2, 2, -1)]
 
 
 def test_one_that_was_too_slow_is_tried_with_a_few_samples_now_and_then_and_comes_back() -> None:

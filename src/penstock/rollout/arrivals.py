@@ -1,7 +1,7 @@
-"""Remote instances in the order in which they joined, by which a further machine is judged.
+"""Remote machines in the order in which they joined, by which a further one is judged.
 
-Those that are there may be what was kept of many, so the ones that joined last count, gone or not. Of a machine that
-lost an instance and has it back only those that are there count: it is one machine, with as many as it has.
+Those that are there may be what was kept of many, so the ones that joined last count, gone or not. A machine whose
+instance was away and is back has joined once, and last.
 """
 
 from __future__ import annotations
@@ -11,44 +11,42 @@ from penstock.rollout.step_replay import Engine
 __all__ = ["Arrivals"]
 
 JOINED = 16
-"""Machines that are remembered."""
+"""Machines that are remembered, beside those that are there."""
 
 
 class Arrivals:
-    """Each instance is known by its name, and as which of all of them it came."""
+    """Instances are told of by their names; an instance on no machine is one by itself."""
 
     def __init__(self) -> None:
         self._count = 0
-        self._here: dict[str, tuple[int, Engine]] = {}
-        self._left: list[tuple[int, Engine]] = []
+        self._of: dict[str, str | int] = {}
+        """The machine of each instance that is there: its name, or a number."""
+        self._machines: dict[str | int, tuple[int, Engine]] = {}
+        """As which of all instances the last one of each machine came, and what it was known to be then."""
 
     def see(self, instance: str, engine: Engine) -> None:
         """It is there, and is now known to be this."""
-        if instance in self._here:
-            number = self._here[instance][0]
+        before = self._of.get(instance)
+        machine = engine.machine or (self._count if before is None else before)
+        if before is None:
+            self._count += 1
+            number = self._count
         else:
-            number, self._count = self._count, self._count + 1
-            if engine.machine:
-                # It is back, or was never gone.
-                self._left = [gone for gone in self._left if gone[1].machine != engine.machine]
-        self._here[instance] = number, engine
+            number = self._machines[before][0]
+        self._of[instance] = machine
+        if before is not None and before not in self._of.values():
+            # Nobody knew where it was when it came.
+            del self._machines[before]
+        self._machines[machine] = number, engine
 
     def gone(self, instance: str) -> None:
-        if (arrival := self._here.pop(instance, None)) is not None:
+        if self._of.pop(instance, None) is not None:
+            here = set(self._of.values())
             # Whoever came last counts, whoever went last.
-            self._left = _newest([*self._left, arrival])
+            gone = sorted(self._machines.keys() - here, key=lambda machine: -self._machines[machine][0])
+            for machine in gone[JOINED:]:
+                del self._machines[machine]
 
     def newest(self) -> list[Engine]:
-        """Those of the machines that joined last, the newest first."""
-        return [engine for _, engine in _newest([*self._here.values(), *self._left])]
-
-
-def _newest(arrivals: list[tuple[int, Engine]]) -> list[tuple[int, Engine]]:
-    found: list[tuple[int, Engine]] = []
-    machines: set[str | int] = set()
-    for number, engine in sorted(arrivals, key=lambda arrival: -arrival[0]):
-        machine = engine.machine or number
-        if machine in machines or len(machines) < JOINED:
-            machines.add(machine)
-            found.append((number, engine))
-    return found
+        """Of each of the machines that joined last, an instance; the newest first."""
+        return [engine for _, engine in sorted(self._machines.values(), key=lambda came: -came[0])[:JOINED]]

@@ -64,6 +64,8 @@ class InstanceLoad:
     """Of a remote one's machine, in dollars; 0 where the run does not pay for it, None where that is not known."""
     machine: str = ""
     """The machine that a remote one is on, and goes with, where the run has asked for it; else empty."""
+    of_machine: int = 1
+    """Instances that this machine has had lately, be they there at the moment or not."""
 
 
 @dataclass(frozen=True, slots=True)

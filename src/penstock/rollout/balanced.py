@@ -228,13 +228,15 @@ class Balanced(ShortestQueue):
             return None
         memory, reserve = self.memory(load.instance), self.reserve(load.instance)
         known = self._comparable_speed(load.instance) is not None
-        engine = Engine(speed, load.max_running, starts_s, memory, reserve, known, load.price_per_h, load.machine)
+        machine = load.machine, load.of_machine
+        engine = Engine(speed, load.max_running, starts_s, memory, reserve, known, load.price_per_h, *machine)
         if known and not load.reserved:
             self._arrivals.see(load.instance, engine)
         return engine
 
     def joined(self) -> list[Engine]:
-        """Remote instances of the machines that joined last, the newest first, those that are gone since among them."""
+        """Of each of the remote machines that joined last an instance, the newest first, those that are gone since
+        among them."""
         return self._arrivals.newest()
 
     def assign(self, queue: Queue, loads: Sequence[InstanceLoad]) -> list[int]:

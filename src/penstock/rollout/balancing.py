@@ -150,6 +150,7 @@ class Balancing:
             reserved=instance.reserved,
             price_per_h=instance.price_per_h,
             machine=instance.machine,
+            of_machine=instance.of_machine,
         )
 
     def rates(self, instances: Iterable[Instance]) -> dict[str, float]:

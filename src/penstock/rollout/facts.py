@@ -36,7 +36,7 @@ class Facts:
     earlier: Sequence[Sequence[int]] = ()
     """Prompts of the steps before, like those of `groups`; the policy's own."""
     joined: Sequence[Engine] = ()
-    """Remote ones that joined last, the newest first, whether they are there still or not."""
+    """Of each of the remote machines that joined last an instance, the newest first, be it there still or not."""
 
 
 def as_long_as(step: Sequence[Sequence[int]], last: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:

@@ -102,6 +102,8 @@ class Instance:
     """Of its machine; 0 for one that nobody here has asked for, None where that is not known."""
     machine: str = ""
     """The one of those that were asked for on which it is; empty for none."""
+    of_machine: int = 1
+    """Instances that this machine has had lately."""
     turning: bool = False
     """Gets no more work until it has loaded what the oldest samples that wait need, and nobody else has."""
     before: int = NO_VERSION

@@ -107,6 +107,8 @@ class FleetSize:
         """Steps in a row that asked for a change in one direction, with its sign."""
         self._saving = 0.0
         """What another number would have saved lately, as shares of a step, with the sign of its direction."""
+        self._before = self.wanted
+        """The number before the last change."""
         self._went = 0
         """Direction of the last change."""
         self._turns = 0.0
@@ -150,7 +152,7 @@ class FleetSize:
         kept = math.exp(-step_h / MEMORY_H)
         # A loss may be booked a step late, when none is left: it counts for the hours before it all the same.
         self._losses = kept * self._losses + times.preemptions
-        self._machine_h = kept * self._machine_h + self._machines(times.fleet) * step_h
+        self._machine_h = kept * self._machine_h + (times.fleet if times.machines is None else times.machines) * step_h
         if self.work_s is None:
             self.work_s, self.train_s, self.rest_s = work_s, times.train_s, rest_s
         else:
@@ -176,10 +178,6 @@ class FleetSize:
     def _instances(self, machines: float) -> float:
         """On so many machines, of which those that joined by hand come first."""
         return min(machines, self.unpaid) + self.per_machine * max(0.0, machines - self.unpaid)
-
-    def _machines(self, instances: float) -> float:
-        """That have so many instances."""
-        return min(instances, self.unpaid) + max(0.0, instances - self.unpaid) / self.per_machine
 
     def _replayed(self, machines: int) -> float | None:
         """None where nobody can say."""
@@ -247,11 +245,12 @@ class FleetSize:
         return min(self.config.floor, self._affordable)
 
     def _best(self, least: int, most: int) -> int:
-        """The cheapest number, found downhill from the one wanted. The cost has one valley but for noise, and where
-        machines are dear for what they do another one at the fewest."""
+        """The cheapest number, found downhill from the one wanted. The cost has one valley but for noise, and another
+        one at the fewest where machines are dear for what they do. From there, that of before is beyond a hill."""
         at = self._downhill(max(least, min(most, self.wanted)), least, most)
-        if self.step_cost(least) < self.step_cost(at) * (1 - self.config.indifference):
-            at = self._downhill(least, least, most)
+        for other in (least, max(least, min(most, self._before))):
+            if self.step_cost(other) < self.step_cost(at) * (1 - self.config.indifference):
+                at = self._downhill(other, least, most)
         limit = self.step_cost(at) * (1 + self.config.indifference)
         lowest = max(least, at - 2)
         while lowest > least and self.step_cost(lowest) <= limit:
@@ -312,7 +311,7 @@ class FleetSize:
             return self.wanted
         before = self.wanted
         self._went_to(best)
-        money = f"a step costs {abs(saving):.3g} dollars {'less' if saving >= 0 else 'more'}"
+        money = f"a step costs {_dollars(abs(saving))} dollars {'less' if saving >= 0 else 'more'}"
         self.cause = f"{before} to {best}: {money} and is {abs(faster):.1%} {'faster' if faster >= 0 else 'slower'}"
         return self.wanted
 
@@ -320,5 +319,9 @@ class FleetSize:
         direction = 1 if number > self.wanted else -1
         change = 1 if direction * self._went < 0 else -1
         self._turns = max(0.0, min(MOST_TURNS, self._turns + change))
-        self._went, self._decided = direction, True
+        self._went, self._decided, self._before = direction, True, self.wanted
         self.wanted, self._asked, self._saving = number, 0, 0.0
+
+
+def _dollars(amount: float) -> str:
+    return f"{amount:.2f}" if amount >= 0.1 else f"{amount:.1g}"

@@ -90,8 +90,12 @@ class MachineSide:
         for instance in self._fleet:
             instance.cordoned = instance.peer in cordoned
             machine = places.get(instance.peer)
-            instance.machine = machine.name if machine is not None else ""
-            instance.price_per_h = machine.known_price if machine is not None else None if instance.reserved else 0.0
+            if machine is None:
+                instance.machine, instance.of_machine = "", 1
+                instance.price_per_h = None if instance.reserved else 0.0
+            else:
+                instance.machine, instance.of_machine = machine.name, machine.instances
+                instance.price_per_h = machine.known_price
         for peer, cause in orders.leave:
             leaving = self._fleet.get(peer)
             if leaving is not None:

@@ -10,7 +10,7 @@ window follows the two waits, step by step, as RLBoost's Algorithm 1 has it.
 
 `FixedWindow` is the length that a user gives.
 
-It has no constant of any model or machine, and knows no socket, cloud or clock. How many remote instances are worth
+It has no constant of any model or machine, and knows no socket, cloud or clock. How many remote machines are worth
 having is `fleet_size`'s.
 """
 
@@ -98,6 +98,8 @@ class StepTimes:
     preemptions: int = 0
     fleet_off: float = 0.0
     """Remote instances by which the fleet was off its rounded mean, up or down, mean over the step."""
+    machines: float | None = None
+    """Remote machines that were asked for, mean over the step; None: as many as there were remote instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +285,7 @@ class Offload:
         return steps if steps and steps[-1] == groups else [*steps, groups][-STEPS:]
 
     def predictor(self) -> OtherFleets | None:
-        """For steps with other numbers of instances. It goes by what is known now, whatever is learned while it is
+        """For steps with other numbers of machines. It goes by what is known now, whatever is learned while it is
         asked; None before anything is known."""
         facts = self.facts
         if facts is None or not (facts.remote or facts.reserved):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Protocol
 
 from penstock.rollout.facts import Facts
@@ -63,15 +64,15 @@ class OtherFleets:
     def of(cls, facts: Facts, plans: Mapping[int, Plan]) -> OtherFleets:
         remote = facts.remote
         known = rates(remote, len(facts.reserved), facts.prompt_tokens, facts.groups)
-        rated = [
-            _Kept([remote[k] for k in places], number, sum(known[k] for k in places))
-            for number, places in enumerate(_by_machine(remote))
-        ]
+        rated = []
+        for number, places in enumerate(_by_machine(remote)):
+            engines = _whole([remote[k] for k in places])
+            told = [known[k] for k in places if remote[k].known] or [known[k] for k in places]
+            rated.append(_Kept(engines, number, len(engines) * fmean(told)))
         there = [kept.engines for kept in reversed(first_to_go(rated))]
-        joined = [[facts.joined[k] for k in places] for places in _by_machine(facts.joined)]
         # One that costs nothing is nobody's to ask for.
-        asked_for = [machine for machine in joined if machine[0].price_per_h != 0] or joined
-        further = asked_for or there or [facts.reserved[:1]]
+        asked_for = [engine for engine in facts.joined if engine.price_per_h != 0] or facts.joined
+        further = [_whole([engine]) for engine in asked_for] or there or [facts.reserved[:1]]
         further = [[replace(one, price_per_h=one.price_per_h or None) for one in machine] for machine in further]
         return cls(facts, plans, there, further)
 
@@ -93,6 +94,13 @@ class OtherFleets:
             step_s = best.step_s if best is not None else None
             yield
         return step_s
+
+
+def _whole(engines: Sequence[Engine]) -> list[Engine]:
+    """With those of its machine that are away, or about to join, as the ones that are there."""
+    known = [engine for engine in engines if engine.known] or engines
+    away = engines[0].of_machine - len(engines)
+    return [*engines, *(known[k % len(known)] for k in range(away))]
 
 
 def _by_machine(engines: Sequence[Engine]) -> list[list[int]]:

@@ -66,7 +66,7 @@ class Provision:
         self.start_s = config.start_s
         """As measured lately."""
         self.per_machine = 1.0
-        """Instances on one, on the mean of those that work; as it was last where none does."""
+        """Instances on one, on the mean of those that have joined; as it was last where none has."""
         self.counts: Counter[str] = Counter()
         """Of machines asked for, released, failed, lost and never joined; of failed calls by their kind."""
         self.ending = ""
@@ -119,6 +119,11 @@ class Provision:
         """Everything is released, and a list has shown it."""
         return bool(self.ending) and self._clean and not self._machines and not self.calls
 
+    @property
+    def working(self) -> int:
+        """Machines that have an instance."""
+        return sum(bool(machine.peers) for machine in self._machines)
+
     def take_losses(self) -> int:
         """Machines lost since this was asked last."""
         losses, self._losses = self._losses, 0
@@ -142,10 +147,12 @@ class Provision:
         self.wanted = number
         self._wanted_lately.note(self._worth_keeping(), now)
 
-    def restore(self, spent: float, billed: Mapping[str, float], now: float, by_hand: int = 0) -> None:
+    def restore(
+        self, spent: float, billed: Mapping[str, float], now: float, by_hand: int = 0, per_machine: float = 1.0
+    ) -> None:
         """Takes up an earlier manager's account. `billed`: its machines, and since when their cost is not in it: it
         is charged for those that turn out to be there."""
-        self._now = now
+        self._now, self.per_machine = now, per_machine
         self.purse.spent = spent
         self._by_hand.restore(by_hand, now)
         for name, since in billed.items():
@@ -334,15 +341,16 @@ class Provision:
                 self._present(machine, found[machine.number], now)
             elif machine.peers:
                 self._absent(machine, now)
-        if working := [len(machine.peers) for machine in self._machines if machine.counts and machine.peers]:
-            self.per_machine = fmean(working)
+        joined = [machine for machine in self._machines if machine.counts and machine.joined_at is not None]
+        if joined:
+            self.per_machine = fmean(machine.instances for machine in joined)
         ours = {peer for machine in self._machines for peer in machine.peers}
         self._by_hand.see(others, ours, lambda name: self._just_ended(name, now), now)
 
     def _present(self, machine: Machine, views: Sequence[InstanceView], now: float) -> None:
         self.purse.found(machine, now)
         machine.peers, machine.missing = tuple(view.peer for view in views), 0
-        machine.instances = len(views)
+        self._count(machine, len(views), now)
         machine.samples = sum(view.samples for view in views)
         # One that has just come back is what it was.
         if known := [view.rate for view in views if view.rate is not None]:
@@ -351,7 +359,7 @@ class Provision:
             machine.loading_at = None
             machine.joined_at = now if machine.joined_at is None else machine.joined_at
             self.calls.joined()
-            self._enter(machine, S.JOINED, "its instance joined", now)
+            self._enter(machine, S.JOINED, "an instance of it joined", now)
         if machine.loading_at is None and any(view.loading for view in views):
             machine.loading_at = now
         if not machine.was_ready and any(view.ready for view in views):
@@ -360,6 +368,13 @@ class Provision:
                 # Without its wait for the run's first weights, which no machine is to blame for.
                 loading_s = now - machine.loading_at if machine.loading_at is not None else 0.0
                 self.start_s += SMOOTH * (machine.joined_at - machine.asked_at + loading_s - self.start_s)
+
+    def _count(self, machine: Machine, instances: int, now: float) -> None:
+        if instances != machine.seen:
+            machine.seen, machine.seen_since = instances, now
+        wait_s = self.config.settle_s if instances > machine.instances else self.config.rejoin_s
+        if now - machine.seen_since >= wait_s:
+            machine.instances = instances
 
     def _absent(self, machine: Machine, now: float) -> None:
         """No instance of it is there any more."""

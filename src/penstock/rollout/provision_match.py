@@ -51,8 +51,8 @@ class ByHand:
         self._rejoin_s = rejoin_s
         self._seen: dict[str, float] = {}
         """When each peer was there last."""
-        self._came: dict[str, tuple[float, str]] = {}
-        """When each peer was there first, and what it is called."""
+        self._came: dict[str, tuple[float, str, str]] = {}
+        """When each peer was there first, what it is called, and its host."""
         self._before = Lately()
 
     def restore(self, number: int, now: float) -> None:
@@ -75,7 +75,8 @@ class ByHand:
             del known[peer]
         self._seen = known | dict.fromkeys(here, now)
         came = {
-            view.peer: (now, view.name if view.name == view.host else f"{view.name} on {view.host}") for view in others
+            view.peer: (now, view.name if view.name == view.host else f"{view.name} on {view.host}", view.host)
+            for view in others
         }
         self._came = {
             peer: self._came.get(peer) or came[peer] for peer in self._seen if peer in self._came or peer in came
@@ -83,17 +84,20 @@ class ByHand:
         self.number = max(len(self._seen), int(self._before.most(now - self._rejoin_s) or 0))
 
     def sure(self, asked_at: Iterable[float]) -> int:
-        """Without as many as may be on machines that were asked for then, and may have joined under other names."""
+        """Without as many as may be on machines that were asked for then, and may have joined under other names: those
+        on one host may be one machine's."""
         left, doubted = deque(sorted(asked_at)), 0
-        for came, _ in sorted(self._came.values()):
-            if left and left[0] <= came:
+        hosts: set[str] = set()
+        for came, _, host in sorted(self._came.values()):
+            if left and left[0] <= came and host not in hosts:
                 left.popleft()
-                doubted += 1
+                hosts.add(host)
+            doubted += host in hosts
         return self.number - min(doubted, len(self._seen))
 
     def since(self, asked_at: float) -> list[str]:
         """What those are called that came after then."""
-        return [name for came, name in sorted(self._came.values()) if came >= asked_at]
+        return [name for came, name, _ in sorted(self._came.values()) if came >= asked_at]
 
     def _over(self, at: float, now: float) -> bool:
         return now - at > self._rejoin_s

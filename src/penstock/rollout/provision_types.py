@@ -129,7 +129,11 @@ class Machine:
     peers: tuple[str, ...] = ()
     """Of its instances, while any is there."""
     instances: int = 1
-    """On it, as was last known."""
+    """That it has had lately, however many of them are there at the moment; until that is known, as many as others."""
+    seen: int = 0
+    """Instances on it at the last look."""
+    seen_since: float = 0.0
+    """When there were others last."""
     samples: int = 0
     """On all of them."""
     instance_rate: float = 1.0
@@ -253,6 +257,9 @@ class ProvisionConfig:
     join_deadline_s: float = 900.0
     drain_s: float = 60.0
     """For a machine's samples to end where they are; then they go on elsewhere."""
+    settle_s: float = 10.0
+    """More instances than a machine has had must be there for so long, since one whose connection was cut may be there
+    twice for a moment; fewer for `rejoin_s`."""
     leave_s: float = 30.0
     """From being asked to leave until its instances are gone, as the fleet has it; then it is released all the same."""
     rejoin_s: float = 90.0

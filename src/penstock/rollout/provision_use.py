@@ -24,13 +24,14 @@ class Use:
 
     def _clear(self) -> None:
         self._passed_s = self._remote_s = self._remote_busy_s = 0.0
-        self._reserved_s = self._reserved_busy_s = 0.0
+        self._reserved_s = self._reserved_busy_s = self._machines_s = 0.0
 
-    def pass_time(self, instances: Iterable[InstanceView], now: float) -> None:
-        """`instances` were as they are since the last call."""
+    def pass_time(self, instances: Iterable[InstanceView], now: float, machines: int) -> None:
+        """`instances` were as they are since the last call, on so many machines that were asked for."""
         seconds = 0.0 if self._at is None else max(0.0, now - self._at)
         self._at = now
         self._passed_s += seconds
+        self._machines_s += seconds * machines
         for instance in instances:
             if not instance.ready:
                 continue
@@ -58,6 +59,7 @@ class Use:
             remote_wait_s=idle_s * report.step_s / passed_s,
             remote_busy_s=self._remote_busy_s * report.step_s / passed_s,
             preemptions=losses,
+            machines=self._machines_s / passed_s,
         )
         self._clear()
         return times

@@ -101,7 +101,7 @@ class Provisioning:
             self._begin(now)
         if trainer_connected or self._busy_at is None:
             self._busy_at = now
-        self._use.pass_time(instances, now)
+        self._use.pass_time(instances, now, self.machines.working)
         return self.machines.tick(instances, now, active=now - self._busy_at < self.config.idle_s)
 
     # ---- what outlives this manager
@@ -117,6 +117,7 @@ class Provisioning:
             "spent": machines.purse.spent,
             "wanted": machines.wanted,
             "by_hand": machines.by_hand,
+            "per_machine": machines.per_machine,
             "machines": [machine.id for machine in machines.machines if machine.id],
             "at": wall_s,
             # Since when a call may bring machines without an id yet; 0 for none.
@@ -135,7 +136,8 @@ class Provisioning:
         since = {str(name): float(unbilled.get(name, saved["at"])) for name in saved["machines"]}
         billed = {name: min(now, wall_s - self._wall_offset_s) for name, wall_s in since.items()}
         wanted = max(self.config.floor, min(self.config.ceiling, int(saved["wanted"])))
-        self.machines.restore(float(saved["spent"]), billed, now, int(saved.get("by_hand", 0)))
+        by_hand, per_machine = int(saved.get("by_hand", 0)), float(saved.get("per_machine", 1.0))
+        self.machines.restore(float(saved["spent"]), billed, now, by_hand, per_machine)
         if billed:
             # With no machine the run had ended, or it never wanted any: that is no reason to begin without.
             self.size.wanted = wanted

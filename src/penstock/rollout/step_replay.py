@@ -60,6 +60,8 @@ class Engine:
     """Of its machine, in dollars; 0 where nobody here pays for it, None where that is not known."""
     machine: str = ""
     """The machine that it is on, and comes and goes with; empty where it is one by itself."""
+    of_machine: int = 1
+    """Instances that this machine has had lately, be they there at the moment or not."""
 
 
 @dataclass(frozen=True, slots=True)
