@@ -26,18 +26,18 @@ def report_of(instance: str, speed: Speed, k: int, steps: int) -> Report:
 
 @dataclass
 class Replayed:
-    """Steps with other numbers of instances, in so many bits each. `price`: of the k-th instance."""
+    """Steps with other numbers of machines, in so many bits each. `price`: of the k-th machine."""
 
     step_s: Callable[[int], float | None]
     bits: int = 3
     price: Callable[[int], float | None] = lambda k: None
     asked: list[int] = field(default_factory=list)
 
-    def seconds(self, instances: int) -> Generator[None, None, float | None]:
-        self.asked.append(instances)
+    def seconds(self, machines: int) -> Generator[None, None, float | None]:
+        self.asked.append(machines)
         for _ in range(self.bits):
             yield
-        return self.step_s(instances)
+        return self.step_s(machines)
 
-    def prices(self, instances: int) -> Sequence[float | None]:
-        return [self.price(k) for k in range(instances)]
+    def prices(self, machines: int) -> Sequence[float | None]:
+        return [self.price(k) for k in range(machines)]

@@ -692,6 +692,18 @@ def test_the_fewest_are_looked_at_wherever_the_search_stands(alone: float, after
     assert [size.ended(times(), replayed(seconds)) for _ in range(6)][-1] == after
 
 
+def test_a_price_that_was_high_for_some_steps_is_not_the_last_word() -> None:
+    """From the fewest, the number of before is beyond dearer ones."""
+    size = FleetSize(config(reserved_price=80.0, machine_price=5.0, ceiling=16, floor=2, first=8), 4)
+
+    def seconds(alone: float, instances: int) -> float:
+        dollars = 1.2 * alone if instances < 3 else 1.2 + 0.1 * abs(instances - 8)
+        return 3600 * dollars / (80 + 5 * instances)
+
+    assert [size.ended(times(), replayed(partial(seconds, 0.9))) for _ in range(6)][-1] == 2
+    assert [size.ended(times(), replayed(partial(seconds, 1.12))) for _ in range(6)][-1] == 8
+
+
 def test_before_a_step_can_be_replayed_the_number_no_more_than_doubles() -> None:
     """A step of which three quarters were spent on long answers looks like one with a lot of work."""
     guessed = FleetSize(config(ceiling=64, first=4), 4)

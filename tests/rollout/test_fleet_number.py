@@ -104,7 +104,7 @@ def test_a_step_beside_the_trainer_takes_the_longer_of_the_two() -> None:
     assert [size.step_s(machines) for machines in (0, 2, 6)] == [105.0, 55.0, 55.0]
 
 
-def test_each_instance_costs_its_own_price_and_one_of_which_none_is_known_the_usual_one() -> None:
+def test_each_machine_costs_its_own_price_and_one_of_which_none_is_known_the_usual_one() -> None:
     price = {0: 0.0, 1: 2.0, 2: None, 3: 30.0}.get
     config = FleetSizeConfig(ceiling=4, first=0, machine_price=5.0, reserved_price=80.0)
     size = FleetSize(config, OWN)
@@ -123,7 +123,7 @@ def test_each_instance_costs_its_own_price_and_one_of_which_none_is_known_the_us
 @pytest.mark.parametrize(
     ("budget", "unpaid", "most"), [(1.9, 0, 1), (2.0, 0, 2), (7.0, 0, 3), (7.0, 2, 4), (36.9, 0, 3)]
 )
-def test_a_budget_pays_for_instances_at_their_own_prices(budget: float, unpaid: int, most: int) -> None:
+def test_a_budget_pays_for_machines_at_their_own_prices(budget: float, unpaid: int, most: int) -> None:
     price = {0: 0.0, 1: 2.0, 2: None, 3: 30.0}.get
     config = FleetSizeConfig(ceiling=4, first=0, machine_price=5.0, reserved_price=9000.0, budget_per_h=budget)
     size = FleetSize(config, OWN)
@@ -134,7 +134,7 @@ def test_a_budget_pays_for_instances_at_their_own_prices(budget: float, unpaid: 
     assert wanted == most
 
 
-def test_where_only_further_instances_cost_anything_those_that_are_free_are_wanted() -> None:
+def test_where_only_further_machines_cost_anything_those_that_are_free_are_wanted() -> None:
     price = {0: 0.0, 1: 0.0}
     size = FleetSize(FleetSizeConfig(ceiling=4, first=3, machine_price=4.0), OWN)
     times = StepTimes(0, 105.0, 100.0, TRAIN_S, 50.0, 0.0, 0.0)

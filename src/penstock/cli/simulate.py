@@ -53,12 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machines",
         type=int,
-        help="so many remote instances all the time, which fixes their number; on a trace, the same as --ceiling",
+        help="so many remote machines all the time, which fixes their number; on a trace, the same as --ceiling",
     )
     parser.add_argument(
         "--ceiling",
         type=int,
-        help="strategies choose how many remote instances to ask for, up to so many (on a trace by default "
+        help="strategies choose how many remote machines to ask for, up to so many (on a trace by default "
         f"{CEILING}); without a trace, so many can be had all the time",
     )
     parser.add_argument("--floor", type=int, help="where it chooses, penstock asks for no fewer (default 0)")
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget-per-h",
         type=float,
         metavar="DOLLARS",
-        help="where it chooses, penstock's remote instances cost no more an hour (default: no bound)",
+        help="where it chooses, penstock's remote machines cost no more an hour (default: no bound)",
     )
     parser.add_argument(
         "--hour-worth",

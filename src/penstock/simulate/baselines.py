@@ -229,7 +229,7 @@ def make_strategy(
     bounds: Bounds | None = None,
     tuning: Tuning | None = None,
 ) -> Strategy:
-    """A fresh strategy; `machines` fixes the number of remote instances, and `ceiling` bounds it where that is chosen.
+    """A fresh strategy; `machines` fixes the number of remote ones, and `ceiling` bounds it where that is chosen.
 
     `package.module:Class` is Penstock with a balance policy of the user's own. Raises ConfigError for no such name.
     """

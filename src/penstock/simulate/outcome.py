@@ -13,7 +13,7 @@ __all__ = ["Asked", "Outcome", "Stay", "StepOutcome"]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A number of remote instances that was asked for, and why."""
+    """A number of remote machines that was asked for, and why."""
 
     wanted: int
     cause: str
@@ -40,7 +40,7 @@ class StepOutcome:
     tokens: int
     """Prompts and answers."""
     paid_h: float
-    """Machine-hours of remote instances."""
+    """Machine-hours of remote ones."""
     dollars: float
     """Of all machines, while it lasted."""
     moves: int
