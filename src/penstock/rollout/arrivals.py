@@ -34,7 +34,7 @@ class Arrivals:
         else:
             number = self._machines[before][0]
         self._of[instance] = machine
-        if before is not None and before not in self._of.values():
+        if before not in (None, machine) and before not in self._of.values():
             # Nobody knew where it was when it came.
             del self._machines[before]
         self._machines[machine] = number, engine

@@ -8,7 +8,7 @@ of many. A machine is all the instances on it, and one that joined by hand is on
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Protocol
@@ -65,9 +65,9 @@ class OtherFleets:
         remote = facts.remote
         known = rates(remote, len(facts.reserved), facts.prompt_tokens, facts.groups)
         rated = []
-        for number, places in enumerate(_by_machine(remote)):
-            engines = _whole([remote[k] for k in places])
-            told = [known[k] for k in places if remote[k].known] or [known[k] for k in places]
+        for number, machine in enumerate(_by_machine(zip(remote, known))):
+            engines = _whole([engine for engine, _ in machine])
+            told = [rate for engine, rate in machine if engine.known] or [rate for _, rate in machine]
             rated.append(_Kept(engines, number, len(engines) * fmean(told)))
         there = [kept.engines for kept in reversed(first_to_go(rated))]
         # One that costs nothing is nobody's to ask for.
@@ -103,9 +103,9 @@ def _whole(engines: Sequence[Engine]) -> list[Engine]:
     return [*engines, *(known[k % len(known)] for k in range(away))]
 
 
-def _by_machine(engines: Sequence[Engine]) -> list[list[int]]:
-    """Places of the instances of each machine, in order of the first ones."""
-    found: dict[str | int, list[int]] = {}
-    for k, engine in enumerate(engines):
-        found.setdefault(engine.machine or k, []).append(k)
+def _by_machine(rated: Iterable[tuple[Engine, float]]) -> list[list[tuple[Engine, float]]]:
+    """Each machine's instances and their rates, in order of the first ones."""
+    found: dict[str | int, list[tuple[Engine, float]]] = {}
+    for k, (engine, rate) in enumerate(rated):
+        found.setdefault(engine.machine or k, []).append((engine, rate))
     return list(found.values())
